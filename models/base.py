@@ -1,0 +1,108 @@
+"""What every model is: a plain `nn.Module`, pure in its randomness, that states its batch and its repeated blocks.
+
+Axes: B samples, H action horizon, A action dimensions.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vlaforge.data.schema import Batch, Contract, Draw
+
+
+@dataclass
+class LossTerm:
+    """A masked sum and how many elements it counts, both fp32 scalars on the device: their ratio is the mean."""
+
+    sum: Tensor
+    count: Tensor
+    weight: float = 1.0
+
+
+@dataclass
+class Losses:
+    """The loss of a batch as sums and counts, so that one masked mean holds over micro-batches and ranks.
+
+    `details` are detached tensors for parity and logs (per-element losses, predictions); nothing trains on them.
+    """
+
+    terms: dict[str, LossTerm]
+    details: dict[str, Tensor] = field(default_factory=dict)
+
+    def total(self, counts: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Σ weight · sum / count, with `counts` (the global ones, see `EmbodiedModel.counts`) or this batch's own."""
+        parts = [
+            term.weight * term.sum / (counts[name] if counts is not None else term.count).clamp_min(1e-6)
+            for name, term in self.terms.items()
+        ]
+        return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
+
+
+@dataclass(frozen=True)
+class BlockGroup:
+    """Repeated blocks of one kind: the unit of compile, recompute, sharding and capture.
+
+    `path` is the attribute path of the container (``"layers"``); `names` the blocks' own paths, in order of use.
+    Blocks of a group have the same class and shapes, and are called through `forward` with positional tensors.
+    `optional` blocks may not run in a step (then nothing may rely on them having been called).
+    """
+
+    path: str
+    names: tuple[str, ...]
+
+    def modules(self, root: nn.Module) -> list[nn.Module]:
+        return [root.get_submodule(name) for name in self.names]
+
+
+class EmbodiedModel(nn.Module, ABC):
+    """Base of all families.
+
+    Subclasses set `family` (the folder's name), take the family's config in `__init__`, and never call an RNG in
+    `loss` or `act`: noise and time arrive in `draw`.
+    """
+
+    family: str
+    config: Any
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.config = config
+
+    @classmethod
+    @abstractmethod
+    def contract(cls, config: Any) -> Contract:
+        """Names, shapes, dtypes, random inputs and trimmable axes of the batch, for `config`."""
+
+    @abstractmethod
+    def loss(self, batch: Batch, draw: Draw) -> Losses:
+        """The training loss. Pure: the same batch and draw give the same result, on any rank."""
+
+    @abstractmethod
+    def act(self, obs: Batch, draw: Draw, steps: int) -> Tensor:
+        """Normalised actions [B, H, A]; `draw` holds the initial noise under the name that training uses."""
+
+    @abstractmethod
+    def counts(self, batch: Batch) -> dict[str, Tensor]:
+        """Each loss term's count as a function of the batch alone (no forward): summed over ranks and micro-batches,
+        it is the denominator that every rank uses."""
+
+    @abstractmethod
+    def blocks(self) -> list[BlockGroup]:
+        """Repeated blocks in order of use; groups do not overlap."""
+
+    def towers(self) -> dict[str, list[str]]:
+        """Named parts (``vision``, ``language``, ``expert``, ...) → module paths, for freezing and rates by name."""
+        return {}
+
+    def keep_fp32(self) -> list[str]:
+        """Path patterns (fnmatch) of modules whose weights stay fp32 when the rest is bf16."""
+        return []
+
+    def forward(self, batch: Batch, draw: Draw) -> Losses:
+        """`loss`; wrappers (DDP, FSDP) hook `forward`, so the trainer calls the model, not the method."""
+        return self.loss(batch, draw)
