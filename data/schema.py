@@ -126,7 +126,8 @@ class Trim:
 
     Args:
         mask: name of the bool field [B, n] whose False entries may leave.
-        cut: (field, axis) pairs that are cut along with it; axis counts the batch axis as 0.
+        cut: (field, axis) pairs that are cut; axis counts the batch axis as 0. The mask itself is cut only if it is
+            among them (a model that must know how many slots there were keeps it whole).
         keep: ``"prefix"`` when valid entries stand in front (right padding: cut to the longest, rounded up to
             `multiple`), ``"any"`` when entries may be dropped anywhere (camera slots).
     """
@@ -165,7 +166,7 @@ class Contract:
 
         Sizes along trimmable axes may be smaller than declared; every other size must be equal.
         """
-        loose = {(name, axis) for trim in self.trims for name, axis in (*trim.cut, (trim.mask, 1))}
+        loose = {(name, axis) for trim in self.trims for name, axis in trim.cut}
         for name, spec in self.fields.items():
             if observation_only and not spec.observation:
                 continue
@@ -195,6 +196,7 @@ class DrawSpec:
             step and i the sample's position in the global batch; ``seed`` one int64 a sample, for counter-based dropout.
         a, b: of the Beta distribution.
         scale, offset: the value is ``x * scale + offset`` (float kinds).
+        wrap: the modulus of ``stratified``.
     """
 
     shape: tuple[int, ...] = ()
@@ -203,6 +205,7 @@ class DrawSpec:
     b: float = 1.0
     scale: float = 1.0
     offset: float = 0.0
+    wrap: float = 1.0
 
 
 def sample_rng(seed: int, epoch: int, index: int, stream: str) -> np.random.Generator:
@@ -236,7 +239,7 @@ def make_draw(
     for name, spec in specs.items():
         if spec.kind == "stratified":
             u = sample_rng(seed, 0, step, f"draw.{name}").random()
-            values = [np.full(spec.shape, (u + position / total) % 1.0) for position in positions]
+            values = [np.full(spec.shape, (u + position / total) % spec.wrap) for position in positions]
         else:
             rngs: Iterator[np.random.Generator] = (
                 sample_rng(seed, e, int(i), f"draw.{name}") for e, i in zip(epochs, ids)
