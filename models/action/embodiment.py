@@ -1,0 +1,51 @@
+"""Layers whose weights depend on the sample's embodiment (robot, domain): one weight matrix a number.
+
+Used by GR00T (``CategorySpecificLinear``) and X-VLA (``DomainAwareLinear``): y = x @ W[e] + b[e].
+
+Axes: B samples, T tokens, I inputs, O outputs, E embodiments.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class EmbodimentLinear(nn.Module):
+    """y_BTO = x_BTI @ weight[e_B] + bias[e_B].
+
+    Args:
+        embodiments: E, how many there are.
+        inputs, outputs: I and O.
+    """
+
+    def __init__(self, embodiments: int, inputs: int, outputs: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(embodiments, inputs, outputs))
+        self.bias = nn.Parameter(torch.zeros(embodiments, outputs))
+        bound = math.sqrt(6.0 / (inputs + outputs))
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    def forward(self, x_BTI: Tensor, embodiment_B: Tensor) -> Tensor:
+        """x [B, T, I] and int64 [B] → [B, T, O]."""
+        weight_BIO = self.weight.index_select(0, embodiment_B)
+        bias_BO = self.bias.index_select(0, embodiment_B)
+        return torch.baddbmm(bias_BO[:, None], x_BTI, weight_BIO)
+
+    def extra_repr(self) -> str:
+        return ", ".join(map(str, self.weight.shape))
+
+
+class EmbodimentMLP(nn.Module):
+    """Two EmbodimentLinear layers with ReLU between (GR00T's ``CategorySpecificMLP``)."""
+
+    def __init__(self, embodiments: int, inputs: int, hidden: int, outputs: int):
+        super().__init__()
+        self.layer1 = EmbodimentLinear(embodiments, inputs, hidden)
+        self.layer2 = EmbodimentLinear(embodiments, hidden, outputs)
+
+    def forward(self, x_BTI: Tensor, embodiment_B: Tensor) -> Tensor:
+        return self.layer2(F.relu(self.layer1(x_BTI, embodiment_B)), embodiment_B)

@@ -1,0 +1,102 @@
+"""X-VLA's hyperparameters; defaults are X-VLA-0.9B's (2toINF/X-VLA, Florence-2-large)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vlaforge.data import schema
+from vlaforge.data.errors import UserError
+from vlaforge.models.towers.florence2 import BartConfig, DaViTConfig
+from vlaforge.models.xvla.actions import NAMES, ActionSpace, action_space
+
+# Which soft prompt and which domain weights a robot uses (published with X-VLA); others are 0.
+DOMAINS = {
+    "bridge": 0, "rt1": 1, "calvin": 2, "libero": 3, "widowx-air": 4, "air-agilex-hq": 5, "robotwin2": 6,
+    "robocasa-human": 7, "vlabench": 8, "agibot-challenge": 9, "air-agilex": 10, "robomind-franka": 11,
+    "robomind-ur": 12, "droid-left": 13, "droid-right": 14, "agibot": 15, "robomind-agilex": 16,
+    "robomind-franka-dual": 17, "airbot": 18,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Args:
+    image_size: pixels a side that reach the vision tower.
+    num_image_views: camera slots V; the first one is read together with the text.
+    action_horizon: H. action_mode: see `actions.py`. real_action_dim: the robot's, for ``auto``.
+    max_state_dim: width of the state input; max_action_dim: A for ``auto``.
+    max_len_seq: rows of the position table; the sequence without soft prompts must fit.
+    """
+
+    model_type: str = "xvla"
+    vision: DaViTConfig = field(default_factory=DaViTConfig)
+    text: BartConfig = field(default_factory=BartConfig)
+    image_positions: int = 50
+    image_frames: int = 100
+    image_size: int = 224
+    num_image_views: int = 3
+    max_token_len: int = 50
+    hidden_size: int = 1024
+    depth: int = 24
+    num_heads: int = 16
+    mlp_ratio: float = 4.0
+    num_domains: int = 30
+    len_soft_prompts: int = 32
+    dim_time: int = 32
+    max_len_seq: int = 512
+    use_hetero_proj: bool = False
+    attn_dropout: float = 0.1
+    mlp_dropout: float = 0.1
+    use_proprio: bool = True
+    action_mode: str = "ee6d"
+    action_horizon: int = 30
+    real_action_dim: int = 20
+    max_action_dim: int = 20
+    max_state_dim: int = 20
+    num_inference_steps: int = 10
+
+    def __post_init__(self) -> None:
+        if self.action_mode not in NAMES:
+            raise UserError(f"model.action_mode '{self.action_mode}' is unknown: allowed are {', '.join(NAMES)}.")
+        if self.sequence > self.max_len_seq:
+            raise UserError(
+                f"model.max_len_seq is {self.max_len_seq}, but {self.action_horizon} action tokens, {self.max_token_len}"
+                f" text tokens and {self.num_image_views} views make {self.sequence}: raise it or shorten them."
+            )
+
+    @property
+    def space(self) -> ActionSpace:
+        return action_space(self.action_mode, self.real_action_dim, self.max_action_dim)
+
+    @property
+    def action_dim(self) -> int:
+        """A: the action width inside the model."""
+        return self.space.dim
+
+    @property
+    def state_dim(self) -> int:
+        return self.max_state_dim if self.use_proprio else 0
+
+    @property
+    def view_tokens(self) -> int:
+        return 1 + self.vision.tokens(self.image_size)
+
+    @property
+    def sequence(self) -> int:
+        return self.action_horizon + self.max_token_len + self.num_image_views * self.view_tokens
+
+
+@dataclass(frozen=True)
+class DataConfig(schema.DataConfig):
+    """Args:
+    normalization_mode: X-VLA trains on raw end-effector poses, so ``identity``.
+    domain: a name of `DOMAINS`, a number, or None: by the dataset's robot type, else 0.
+    image_resize: ``resize`` to the square, or ``pad_left_top`` (keeps the aspect, as LeRobot's option).
+    pad_actions: ``mask`` leaves padded steps out of the loss; ``train`` counts them, as published.
+    """
+
+    normalization_mode: str = "identity"
+    domain: str | None = None
+    image_resize: str = "resize"
+    image_augment: bool = False
+    pad_actions: str = "mask"
