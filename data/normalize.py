@@ -1,8 +1,9 @@
 """One library of normalisers, used by trainer and server alike, and stored in every checkpoint with its hash.
 
-A `Normalizer` is an affine map per dimension (or a threshold) made from statistics that were taken *after* the action
-transform. A `NormalizerSet` holds one for each (embodiment, key). Statistics are float64 arrays [A], or [H, A] where
-each step of a chunk has its own (relative actions); values are float32 [..., A] or [..., H, A].
+A `Normalizer` is an affine map per dimension (or a threshold) made from statistics that were taken *after*
+the action transform. A `NormalizerSet` holds one for each (embodiment, key). Statistics are float64 arrays
+[A], or [H, A] where each step of a chunk has its own (relative actions); values are float32 [..., A] or
+[..., H, A].
 
 Implementations differ in how they treat small ranges; `convention` selects one by name:
 
@@ -24,10 +25,13 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
+
 from vlaforge.data.errors import UserError, unknown
 
 Statistics = Mapping[str, Mapping[str, np.ndarray]]
-"""key (``action``, ``observation.state``) → name (mean, std, min, max, q01, q99, count) → array [A] or [H, A]."""
+"""key (``action``, ``observation.state``) → name (mean, std, min, max, q01, q99, count) → array [A] or [H,
+A].
+"""
 
 NEEDED: dict[str, tuple[str, ...]] = {
     "identity": (),
@@ -52,8 +56,8 @@ class Normalizer:
 
     Args:
         mode: a key of `NEEDED`.
-        a, b: what the mode needs, float64 [A] or [H, A]: (q01, q99), (min, max) or (mean, std). None where it needs
-            nothing.
+        a, b: what the mode needs, float64 [A] or [H, A]: (q01, q99), (min, max) or (mean, std). None where
+            it needs nothing.
         convention: how small ranges are treated, see the module's table.
         clip: normalised values are clipped to [-clip, clip], both when normalising and before the inverse.
         threshold: of ``binary``: 1 above it, else 0.
@@ -76,7 +80,8 @@ class Normalizer:
             a, b = (np.asarray(value, np.float64) for value in (self.a, self.b))
             if a.shape != b.shape or a.ndim not in (1, 2):
                 raise UserError(
-                    f"Statistics for '{self.mode}' have shapes {a.shape} and {b.shape}; both must be [A] or [H, A]."
+                    f"Statistics for '{self.mode}' have shapes {a.shape} and {b.shape}; "
+                    f"both must be [A] or [H, A]."
                 )
             if not (np.isfinite(a).all() and np.isfinite(b).all()):
                 raise UserError(f"Statistics for '{self.mode}' hold NaN or infinity; compute them again.")
@@ -85,16 +90,18 @@ class Normalizer:
             object.__setattr__(self, "_map", _affine(self.mode, a, b, self.convention))
 
     @classmethod
-    def from_statistics(cls, mode: str, stats: Mapping[str, np.ndarray], key: str = "", **options) -> Normalizer:
-        """Takes what `mode` needs out of one key's statistics. UserError when some are missing: there is no silent
-        fallback from quantiles to min/max or mean/std, because that changes the scale."""
+    def from_statistics(
+        cls, mode: str, stats: Mapping[str, np.ndarray], key: str = "", **options
+    ) -> Normalizer:
+        """Takes what `mode` needs out of one key's statistics. UserError when some are missing: there is no
+        silent fallback from quantiles to min/max or mean/std, because that changes the scale."""
         if mode not in NEEDED:
             raise unknown("normalisation mode", mode, NEEDED)
         missing = [name for name in NEEDED[mode] if name not in stats]
         if missing:
             raise UserError(
-                f"Normalisation '{mode}' of '{key}' needs the statistics {' and '.join(missing)}, which are missing "
-                f"(there are {sorted(stats)}); compute them with `forge-data stats`, or choose another mode."
+                f"Normalisation '{mode}' of '{key}' needs the statistics {' and '.join(missing)}, which are "
+                f"missing (there are {sorted(stats)}); compute them with `forge-data stats`, or choose another mode."
             )
         return cls(mode, *(stats[name] for name in NEEDED[mode]), **options)
 
@@ -109,7 +116,9 @@ class Normalizer:
         return np.zeros(0, bool) if self.a is None else _constant(self.mode, self.a, self.b)
 
     def normalize(self, x: np.ndarray) -> np.ndarray:
-        """x [..., A] or [..., H, A], any real dtype → float32 of the same shape. UserError on a wrong dimension."""
+        """x [..., A] or [..., H, A], any real dtype → float32 of the same shape. UserError on a wrong
+        dimension.
+        """
         x = np.asarray(x, np.float32)
         if self.mode == "binary":
             return (x > self.threshold).astype(np.float32)
@@ -150,12 +159,17 @@ class Normalizer:
         if x.ndim < self.a.ndim or x.shape[-self.a.ndim :] != self.a.shape:
             names = "[..., A]" if self.a.ndim == 1 else "[..., H, A]"
             raise UserError(
-                f"Statistics are for {names} = {list(self.a.shape)}, but the values have shape {list(x.shape)}; these "
-                f"are statistics of another robot, horizon or action mode."
+                f"Statistics are for {names} = {list(self.a.shape)}, but the values have shape {list(x.shape)}; "
+                f"these are statistics of another robot, horizon or action mode."
             )
 
     def to_dict(self) -> dict:
-        out = {"mode": self.mode, "convention": self.convention, "clip": self.clip, "threshold": self.threshold}
+        out = {
+            "mode": self.mode,
+            "convention": self.convention,
+            "clip": self.clip,
+            "threshold": self.threshold,
+        }
         for name in ("a", "b"):
             value = getattr(self, name)
             out[name] = None if value is None else value.tolist()
@@ -165,7 +179,9 @@ class Normalizer:
     def from_dict(cls, raw: Mapping) -> Normalizer:
         known = {f.name for f in fields(cls) if f.init}
         if extra := set(raw) - known:
-            raise UserError(f"A stored normaliser has unknown entries {sorted(extra)}; it was made by another version.")
+            raise UserError(
+                f"A stored normaliser has unknown entries {sorted(extra)}; it was made by another version."
+            )
         arrays = {n: None if raw.get(n) is None else np.asarray(raw[n], np.float64) for n in ("a", "b")}
         return cls(**{**raw, **arrays})
 
@@ -178,7 +194,9 @@ def _constant(mode: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _affine(mode: str, a: np.ndarray, b: np.ndarray, convention: str) -> tuple[np.ndarray, ...]:
-    """float32 (shift, scale forward, constant dims, scale backward, their value), in the rounding of the originals."""
+    """float32 (shift, scale forward, constant dims, scale backward, their value), in the rounding of the
+    originals.
+    """
     flat = _constant(mode, a, b)
     a32, b32 = a.astype(np.float32), b.astype(np.float32)
     if mode == "mean_std":
@@ -201,8 +219,8 @@ def _affine(mode: str, a: np.ndarray, b: np.ndarray, convention: str) -> tuple[n
 class NormalizerSet:
     """The normalisers of a run: by key, and by embodiment where several robots are mixed.
 
-    ``entries[embodiment][key]``; the embodiment ``""`` serves those that have no entry of their own. The object is
-    immutable by convention, picklable, and equal content gives an equal `hash`.
+    ``entries[embodiment][key]``; the embodiment ``""`` serves those that have no entry of their own. The
+    object is immutable by convention, picklable, and equal content gives an equal `hash`.
     """
 
     def __init__(self, entries: Mapping[str, Mapping[str, Normalizer]]):
@@ -217,8 +235,10 @@ class NormalizerSet:
     def from_statistics(
         cls, stats: Statistics, modes: Mapping[str, str], names: Mapping[str, str] | None = None, **options
     ) -> NormalizerSet:
-        """One robot's set. `modes` maps our key (``action``, ``state``) to a mode, `names` our key to the key in
-        `stats` where they differ (default: ``state`` → ``observation.state``). `options` go to each Normalizer."""
+        """One robot's set. `modes` maps our key (``action``, ``state``) to a mode, `names` our key to the
+        key in `stats` where they differ (default: ``state`` → ``observation.state``). `options` go to each
+        Normalizer.
+        """
         names = {"state": "observation.state", **(names or {})}
         made = {}
         for key, mode in modes.items():
@@ -232,7 +252,9 @@ class NormalizerSet:
         keys = self.entries.get(embodiment) or self.entries.get("") or {}
         if key not in keys:
             held = {name or "(any)": sorted(have) for name, have in self.entries.items()}
-            raise UserError(f"There is no normaliser for '{key}' of embodiment '{embodiment or '(any)'}'; held: {held}.")
+            raise UserError(
+                f"There is no normaliser for '{key}' of embodiment '{embodiment or '(any)'}'; held: {held}."
+            )
         return keys[key]
 
     def __contains__(self, key: str) -> bool:
@@ -253,24 +275,33 @@ class NormalizerSet:
     def merged(self, other: NormalizerSet, embodiment: str) -> NormalizerSet:
         """This set plus the single-robot set `other` under the name `embodiment` (mixtures)."""
         if embodiment in self.entries:
-            raise UserError(f"Two datasets of the mixture are called '{embodiment}'; give each its own embodiment name.")
+            raise UserError(
+                f"Two datasets of the mixture are called '{embodiment}'; give each its own embodiment name."
+            )
         return NormalizerSet({**self.entries, embodiment: other.entries.get("", {})})
 
     def to_json(self) -> str:
         """Canonical text (sorted keys, exact float64): the same content always gives the same text."""
         body = {name: {k: n.to_dict() for k, n in keys.items()} for name, keys in self.entries.items()}
-        return json.dumps({"format": FORMAT, "normalizers": body}, sort_keys=True, indent=1, allow_nan=False) + "\n"
+        return (
+            json.dumps({"format": FORMAT, "normalizers": body}, sort_keys=True, indent=1, allow_nan=False)
+            + "\n"
+        )
 
     @classmethod
     def from_json(cls, text: str) -> NormalizerSet:
         try:
             raw = json.loads(text)
             if raw["format"] != FORMAT:
-                raise UserError(f"Stored normalisers have format {raw['format']}; this version reads {FORMAT}.")
+                raise UserError(
+                    f"Stored normalisers have format {raw['format']}; this version reads {FORMAT}."
+                )
             body = raw["normalizers"]
             return cls({n: {k: Normalizer.from_dict(v) for k, v in keys.items()} for n, keys in body.items()})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"The stored normalisers cannot be read ({error!r}); the file is damaged.") from error
+            raise UserError(
+                f"The stored normalisers cannot be read ({error!r}); the file is damaged."
+            ) from error
 
     def save(self, path: Path | str) -> None:
         Path(path).write_text(self.to_json())

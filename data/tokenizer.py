@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 from tokenizers import Tokenizer as RawTokenizer
+
 from vlaforge.data.errors import UserError
 
 BOS_NAMES = ("<bos>", "<s>", "[CLS]", "<|begin_of_text|>")
@@ -20,8 +21,8 @@ class Tokenizer:
 
     Args:
         path: ``tokenizer.json`` or a folder with one. UserError when it is missing or unreadable.
-        bos, eos: put one in front / behind: True finds it by its usual names, a string names the token, False adds
-            none. Ignored with `special_tokens`.
+        bos, eos: put one in front / behind: True finds it by its usual names, a string names the token,
+            False adds none. Ignored with `special_tokens`.
         special_tokens: let the file's own post-processor add its tokens instead.
         pad_id: id in padded positions; None finds the padding token, or takes 0.
         pad_side, truncate_side: where padding goes, and where a text that is too long loses tokens.
@@ -85,7 +86,9 @@ class Tokenizer:
         names = names if wanted is True else (wanted,)
         found = self._first(names)
         if found is None:
-            raise UserError(f"The tokenizer '{self.path}' has no {what} token (looked for {', '.join(names)}).")
+            raise UserError(
+                f"The tokenizer '{self.path}' has no {what} token (looked for {', '.join(names)})."
+            )
         return found
 
     def _first(self, names: Sequence[str], default: int | None = None) -> int | None:
@@ -98,4 +101,7 @@ def _find(path: Path | str) -> Path:
     if file.is_file():
         return file
     what = "folder has no tokenizer.json" if given.is_dir() else "no such file or folder"
-    raise UserError(f"Tokenizer '{given}' is missing: {what}. Give a tokenizer.json, or its folder, with --tokenizer-path.")
+    raise UserError(
+        f"Tokenizer '{given}' is missing: {what}. "
+        f"Give a tokenizer.json, or its folder, with --tokenizer-path."
+    )
