@@ -1,0 +1,121 @@
+"""`TrainingArgs`: every flag of ``forge-run``, with its default, meaning and allowed values.
+
+Names and defaults are those of the public LoongForge-Embodied manual where it has the flag. To add one,
+declare a field under its group: the command line, the YAML section ``train:``, ``--help``, the checks and the
+table in docs/flags.md (made by ``make docs``) follow from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vlaforge.data.errors import UserError
+from vlaforge.runtime.flags import check_values, group
+
+route = group("Model and configuration")
+basic = group("Basic training")
+rate = group("Learning rate")
+optim = group("Optimiser")
+data = group("Data")
+save = group("Checkpoints")
+lower = group("Precision and lowering")
+log = group("Logging")
+held = group("Evaluation")
+
+
+# fmt: off
+@dataclass(frozen=True)
+class TrainingArgs:
+    """Settings of a run that are not the model's or the data's own. Ranges are checked on construction."""
+
+    model: str | None = route(None, "Model family to train", aliases=["model-name"], example="FAMILY")
+    preset: str | None = route(None, "Preset of the family: a YAML file in its folder; unset, the full size",
+                               example="NAME")
+    recipe: str | None = route(None, "Settings of a published recipe, over the preset, under what you set",
+                               example="lerobot|openpi")
+    config_file: str | None = route(None, "YAML with sections model, data and train, over the preset",
+                                    example="FILE")
+    tokenizer_path: str | None = route(None, "A tokenizer.json, or a folder that holds one", example="PATH")
+    print_config: bool = route(False, "Print the resolved settings and where each came from, then stop")
+    dry_run: bool = route(False, "Check everything and estimate the memory needed, then stop")
+
+    train_iters: int = basic(150_000, "Number of optimiser steps", low=1)
+    per_device_batch_size: int = basic(4, "Samples in one forward pass of one process", low=1)
+    gradient_accumulation_steps: int = basic(1, "Forward passes summed before each optimiser step", low=1)
+    seed: int = basic(3047, "Seed of the initial weights, the sample order and all random inputs", low=0)
+    output_dir: str = basic("outputs/default", "Folder for logs, checkpoints and the report", example="DIR")
+    device: str = basic("auto", "Where to train: auto takes a GPU when there is one", example="auto|cpu|cuda")
+
+    lr_base: float = rate(2.5e-5, "Learning rate after warm-up", above=0)
+    lr_decay_style: str = rate("cosine_with_min_lr", "Schedule of the learning rate",
+                               choices=["constant", "constant_with_warmup", "linear", "cosine",
+                                        "cosine_with_min_lr"])
+    lr_warmup_iters: int = rate(2000, "Steps of linear warm-up", low=0)
+    lr_decay_iters: int | None = rate(None, "Step at which decay ends; none is --train-iters", low=1)
+    min_lr: float = rate(1e-6, "Floor of the decay", low=0)
+
+    optimizer: str = optim("AdamW", "Optimiser", choices=["AdamW", "TorchFusedAdamW"])
+    clip_grad: float = optim(1.0, "Largest gradient norm; 0 or less only measures it")
+    weight_decay: float = optim(0.01, "Decoupled weight decay", low=0)
+    weight_decay_grouping: str = optim("all", "Which parameters decay: all, or all but biases and norms",
+                                       choices=["all", "bias_norm"])
+    adam_beta1: float = optim(0.9, "Decay of Adam's first moment", low=0, below=1)
+    adam_beta2: float = optim(0.95, "Decay of Adam's second moment", low=0, below=1)
+    adam_eps: float = optim(1e-8, "Added to the root of Adam's second moment", above=0)
+
+    dataset_format: str = data("lerobot_datasets", "Kind of dataset",
+                               choices=["lerobot_datasets", "hdf5_datasets", "dummy_datasets"])
+    dataset_path: str | None = data(None, "Folder (or HDF5 file) of the dataset", example="PATH")
+    split: str = data("train", "Split of the dataset, as its info.json names them", example="NAME")
+    episodes: str | None = data(None, "Episodes to use; none is all of the split", example="0-9,12")
+    num_samples: int = data(100, "Samples to make up with --dataset-format dummy_datasets", low=1)
+    lerobotdataset_version: str = data("v3.0", "Version the dataset must have; unset, its own is read",
+                                       choices=["v2.0", "v2.1", "v3.0"])
+    video_backend: str = data("torchcodec", "Video decoder; unset, pyav where torchcodec cannot load",
+                              choices=["torchcodec", "decord", "opencv", "pyav", "torchvision_av"])
+    robot_type: str | None = data(None, "Embodiment, for families with several layouts; unset, the dataset's",
+                                  example="NAME")
+    num_workers: int = data(4, "Loader processes of one training process", low=0)
+    dataloader_multiprocessing_context: str | None = data(None, "How loader processes start; unset, chosen",
+                                                          choices=["fork", "spawn", "forkserver"])
+    allow_extreme_norm: bool = data(False, "Train even if normalised values are extreme")
+
+    pretrained_checkpoint: str | None = save(None, "Weights to start from, ours or official",
+                                             example="PATH")
+    resume: bool = save(False, "Continue from the newest whole checkpoint of --output-dir")
+    save_interval: int = save(10_000, "Steps between checkpoints; 0 saves none", low=0)
+    save_format: str = save("safetensors", "Format of the weights", choices=["safetensors"])
+    save_training_state: bool = save(True, "Save what --resume needs beside the weights")
+
+    dtype: str = lower("bfloat16", "Precision of the computation", choices=["bfloat16", "float16", "float32"])
+    compile: bool = lower(False, "Compile the repeated blocks")
+    plan: bool = lower(False, "Print the plan of optimisations, then stop")
+    with_passes: tuple[str, ...] = lower((), "Passes to turn on", name="with", example="PASS,...")
+    without_passes: tuple[str, ...] = lower((), "Passes to turn off", name="without", example="PASS,...")
+    fuel: int | None = lower(None, "Apply only the first N changes of the plan, to find a faulty one", low=0)
+    device_kind: str | None = lower(None, "Device to plan for with --plan or --dry-run; unset, this one",
+                                    example="cpu|cuda|h200")
+    verify_compile: int = lower(0, "Compare N lowered steps with plain ones before training", low=0)
+    profile: str | None = lower(None, "Profile steps A to B", example="A:B")
+
+    log_interval: int = log(1, "Steps between log lines", low=1)
+    tensorboard_dir: str | None = log(None, "Folder for TensorBoard, within --output-dir when relative",
+                                       example="DIR")
+
+    eval_episodes: str | None = held(None, "Episodes held out, to compare recorded with predicted actions",
+                                     example="5,7-9|last:N")
+    eval_interval: int = held(0, "Steps between evaluations; 0 is before and after training only", low=0)
+
+    def __post_init__(self) -> None:
+        check_values(self)
+        if self.profile is not None:
+            profile_range(self.profile)
+# fmt: on
+
+
+def profile_range(text: str) -> tuple[int, int]:
+    """``A:B`` as two step numbers, 1 <= A <= B."""
+    first, colon, last = text.partition(":")
+    if not (colon and first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)):
+        raise UserError(f"--profile is '{text}': it must be two step numbers with 1 <= A <= B, like 10:12.")
+    return int(first), int(last)
