@@ -82,6 +82,12 @@ class EmbodiedModel(nn.Module, ABC):
     def loss(self, batch: Batch, draw: Draw) -> Losses:
         """The training loss. Pure: the same batch and draw give the same result, on any rank."""
 
+    def encode(self, batch: Batch) -> Batch:
+        """The frozen start of a step: the batch with what frozen encoders read (pixels, token ids) replaced by what they
+        make of it. It uses no trained weight, records no gradient, and returns an encoded batch as it is. `loss` and
+        `act` call it themselves; the `overlap` pass calls it earlier, for the next batch, on a stream of its own."""
+        return batch
+
     @abstractmethod
     def act(self, obs: Batch, draw: Draw, steps: int) -> Tensor:
         """Normalised actions [B, H, A]; `draw` holds the initial noise under the name that training uses."""
