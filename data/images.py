@@ -117,13 +117,13 @@ class Placement:
         return a * x + b * y + self.q[0], c * x + d * y + self.q[1]
 
     def crop(self, left: int, top: int, height: int, width: int) -> Placement:
-        """The window of the output that starts at (left, top). ValueError after a rotation, or out of range."""
+        """The output's window that starts at (left, top). ValueError after a rotation, or out of range."""
         if self.matrix[1] or self.matrix[2]:
             raise ValueError(
                 "crop before rotating: the window of a rotated image is no rectangle of the source"
             )
         if min(left, top) < 0 or top + height > self.size[0] or left + width > self.size[1]:
-            raise ValueError(f"crop {height}×{width} at ({left}, {top}) leaves the image of {self.size}")
+            raise ValueError(f"crop {height}×{width} at ({left}, {top}) leaves the image {self.size}")
         x0, y0 = self.source(left, top)
         x1, y1 = self.source(left + width, top + height)
         l, t, r, b = self.rect
@@ -152,7 +152,7 @@ class Placement:
         return replace(self, matrix=turned, p=centre, q=self.source(*centre))
 
     def inverse(self, source_size: tuple[int, int]) -> Placement:
-        """Samples this output so that the source comes back (what was cut off becomes padding). Colour stays."""
+        """Samples this output so that the source comes back; what was cut off is padding. Colour stays."""
         a, b, c, d = self.matrix
         det = a * d - b * c
         height, width = self.size

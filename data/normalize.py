@@ -101,7 +101,7 @@ class Normalizer:
         if missing:
             raise UserError(
                 f"Normalisation '{mode}' of '{key}' needs the statistics {' and '.join(missing)}, which are "
-                f"missing (there are {sorted(stats)}); compute them with `forge-data stats`, or choose another mode."
+                f"missing (there are {sorted(stats)}); compute them with `forge-data stats`, or use another mode."
             )
         return cls(mode, *(stats[name] for name in NEEDED[mode]), **options)
 
@@ -139,7 +139,7 @@ class Normalizer:
         return y if self.clip is None else np.clip(y, -self.clip, self.clip).astype(np.float32)
 
     def denormalize(self, y: np.ndarray) -> np.ndarray:
-        """The inverse, float32; a constant dimension comes back as its constant. ``binary`` thresholds again."""
+        """The inverse, float32; a constant dimension comes back as its constant. ``binary`` thresholds."""
         y = np.asarray(y, np.float32)
         if self.mode == "binary":
             return (y > self.threshold).astype(np.float32)
@@ -159,8 +159,8 @@ class Normalizer:
         if x.ndim < self.a.ndim or x.shape[-self.a.ndim :] != self.a.shape:
             names = "[..., A]" if self.a.ndim == 1 else "[..., H, A]"
             raise UserError(
-                f"Statistics are for {names} = {list(self.a.shape)}, but the values have shape {list(x.shape)}; "
-                f"these are statistics of another robot, horizon or action mode."
+                f"Statistics are for {names} = {list(self.a.shape)}, but the values have shape "
+                f"{list(x.shape)}; these are statistics of another robot, horizon or action mode."
             )
 
     def to_dict(self) -> dict:

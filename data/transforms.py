@@ -47,7 +47,7 @@ class Resize(Step):
 
 @dataclass(frozen=True)
 class ResizeWithPad(Step):
-    """To (height, width), keeping the aspect; padding around (``centre``) or at the left and top (``end``)."""
+    """To (height, width), keeping the aspect; padding around (``centre``) or left and above (``end``)."""
 
     height: int
     width: int

@@ -1,0 +1,320 @@
+"""Feeds a trainer: whole micro-batches, made by persistent workers, in an order that resumes anywhere.
+
+    with build_loader(dataset, processing, contract, batch_size=8, seed=0, num_workers=4) as loader:
+        for minibatch in loader:              # endless unless `epochs` is given
+            ...
+            state = loader.state_dict()       # integers; what has been *yielded*, whatever was prefetched
+
+One worker makes one whole micro-batch, so the main process collates nothing. All randomness of a sample
+comes from (seed, epoch, row id): workers, ranks and restarts change nothing. Readers open their files in the
+process that reads.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from vlaforge.data.collate import collate
+from vlaforge.data.dataset import Dataset
+from vlaforge.data.errors import UserError, unknown
+from vlaforge.data.samplers import Cursor, Order, Request, Schedule, Shuffled
+from vlaforge.data.schema import Contract, Minibatch, make_draw, sample_rng
+
+CONTEXTS = ("forkserver", "spawn", "fork")
+FORMAT = 1
+
+
+class SampleError(RuntimeError):
+    """A sample could not be read or processed; the text names dataset, episode and frame."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What comes in place of a micro-batch when it cannot be made."""
+
+    message: str
+    by_user: bool
+    trace: str
+
+    def error(self) -> Exception:
+        if self.by_user:
+            return UserError(self.message)
+        error = SampleError(self.message)
+        error.add_note(self.trace)
+        return error
+
+
+class Maker:
+    """request → micro-batch; lives in each worker, or in the main process without workers."""
+
+    def __init__(
+        self, dataset: Dataset, processing: Any, contract: Contract, *, seed: int, training: bool, trim: bool
+    ):
+        self.dataset, self.processing, self.contract = dataset, processing, contract
+        self.seed, self.training, self.trim = seed, training, trim
+        self.needs = processing.needs()
+
+    def __getitem__(self, request: Request) -> Minibatch | _Failure:
+        rows, fields = [], []
+        for position, epoch in zip(request.positions.tolist(), request.epochs.tolist()):
+            try:
+                rows.append(self.dataset.row_id(position))
+                rng = sample_rng(self.seed, epoch, rows[-1], "augment")
+                fields.append(
+                    self.processing.sample(self.dataset.get(position, self.needs), rng, self.training)
+                )
+            except Exception as error:
+                return _failure(error, self._where(position))
+        try:
+            batch = collate(fields, self.contract, self.trim)
+        except ValueError as error:
+            return _failure(
+                error, f"a batch of {len(rows)} samples, the first of {self._where(request.positions[0])}"
+            )
+        draw = make_draw(
+            self.contract.draws,
+            rows,
+            seed=self.seed,
+            epoch=request.epochs.tolist(),
+            step=request.step,
+            positions=request.places.tolist(),
+            global_batch=request.global_batch,
+        )
+        return Minibatch(batch, draw, torch.tensor(rows, dtype=torch.int64), int(request.epochs[0]))
+
+    def _where(self, position: int) -> str:
+        episode, frame = self.dataset.locate(int(position))
+        return f"dataset '{self.dataset.info.path}', episode {episode.index}, frame {frame}"
+
+
+def _failure(error: Exception, where: str) -> _Failure:
+    by_user = isinstance(error, UserError)
+    what = str(error) if by_user else f"{type(error).__name__}: {error}"
+    return _Failure(f"{what} (while reading {where})", by_user, traceback.format_exc())
+
+
+class Loader:
+    """Yields the `Minibatch`es of one rank; iterate it once for a whole run. Made by `build_loader`.
+
+    Iterating again continues from the cursor; a finite loader that has ended starts over from its first
+    epoch.
+    """
+
+    def __init__(self, maker: Maker, schedule: Schedule, rank: int, identity: dict, options: dict):
+        self.schedule, self.rank = schedule, rank
+        self.waited_s = 0.0
+        """Seconds that the consumer stood still for data, in all."""
+        self._maker, self._identity, self._options = maker, identity, options
+        self._cursor = Cursor()
+        self._torch_loader: DataLoader | None = None
+        self._running: Iterator[Minibatch | _Failure] | None = None
+
+    @property
+    def cursor(self) -> Cursor:
+        """Behind the last micro-batch that was yielded."""
+        return self._cursor
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Optimizer steps an epoch, as a fraction unless incomplete steps are dropped."""
+        steps = self.schedule.order.size / self.schedule.global_batch
+        return float(int(steps)) if self.schedule.drop_last else steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able: the cursor, and what must be the same for it to mean the same samples."""
+        return {"format": FORMAT, **self._cursor.state(), **self._identity}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues behind the micro-batch at which `state` was taken, with any number of ranks and workers.
+
+        UserError when the data or the order is another one, because the cursor would then point to other
+        samples.
+        """
+        other = {
+            name: (state.get(name), value)
+            for name, value in self._identity.items()
+            if state.get(name) != value
+        }
+        if other or state.get("format") != FORMAT:
+            listed = "; ".join(f"{name} was {old}, now {new}" for name, (old, new) in other.items())
+            raise UserError(
+                f"The data order cannot be resumed: {listed or 'unknown format of the saved state'}. Use the same "
+                f"dataset, episodes, seed and shuffling, or start a new run from the checkpoint's weights."
+            )
+        cursor = Cursor(*(int(state[name]) for name in ("epoch", "offset", "samples", "micro")))
+        if cursor.micro >= self.schedule.accumulate:
+            cursor = Cursor(cursor.epoch, cursor.offset, cursor.samples)
+        self.close()
+        self._cursor = cursor
+
+    def __iter__(self) -> Loader:
+        if self._running is not None:
+            self.close()
+        if self.schedule.epochs is not None and self._cursor.epoch >= self.schedule.epochs:
+            self._cursor = Cursor()
+        self._running = self._start()
+        return self
+
+    def __next__(self) -> Minibatch:
+        if self._running is None:
+            iter(self)
+        began = time.perf_counter()
+        try:
+            made = next(self._running)
+        except StopIteration:
+            self._cursor = self.schedule.next(self._cursor, self.rank)[1]
+            self._running = None
+            raise
+        except RuntimeError as error:
+            self.close()
+            if not self._options["num_workers"]:
+                raise
+            raise RuntimeError(
+                f"A data worker died ({error}). Often the machine ran out of memory: use fewer --num-workers."
+            ) from error
+        waited = time.perf_counter() - began
+        if isinstance(made, _Failure):
+            self.close()
+            raise made.error()
+        self._cursor = self.schedule.next(self._cursor, self.rank)[1]
+        self.waited_s += waited
+        made.waited_s = waited
+        return made
+
+    def close(self) -> None:
+        """Ends the workers and drops what was prefetched; the cursor stays. Iterating again starts new ones."""
+        self._running = None
+        self._torch_loader = None
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _requests(self) -> Iterator[Request]:
+        at = self._cursor
+        while True:
+            request, at = self.schedule.next(at, self.rank)
+            if request is None:
+                return
+            yield request
+
+    def _start(self) -> Iterator[Minibatch | _Failure]:
+        if not self._options["num_workers"]:
+            made = (self._maker[request] for request in self._requests())
+            return map(_pinned, made) if self._options["pin_memory"] else made
+        if self._torch_loader is None:
+            self._torch_loader = DataLoader(
+                self._maker,
+                batch_size=None,
+                sampler=_Restartable(self._requests),
+                collate_fn=_as_it_is,
+                persistent_workers=True,
+                **self._options,
+            )
+        return iter(self._torch_loader)
+
+
+class _Restartable:
+    """An iterable over a generator function: each `iter` starts from the loader's cursor of that moment."""
+
+    def __init__(self, start):
+        self._start = start
+
+    def __iter__(self) -> Iterator[Request]:
+        return self._start()
+
+
+def _as_it_is(value):
+    return value
+
+
+def _pinned(made: Minibatch | _Failure) -> Minibatch | _Failure:
+    return made.pin_memory() if isinstance(made, Minibatch) else made
+
+
+def build_loader(
+    dataset: Dataset,
+    processing: Any,
+    contract: Contract,
+    *,
+    batch_size: int,
+    accumulate: int = 1,
+    seed: int = 0,
+    epochs: int | None = None,
+    num_workers: int = 0,
+    rank: int = 0,
+    world: int = 1,
+    sampler: str = "cyclic",
+    shuffle: bool = True,
+    drop_last: bool = False,
+    trim: bool = True,
+    training: bool = True,
+    multiprocessing_context: str | None = None,
+    pin_memory: bool | None = None,
+    prefetch: int = 2,
+    order: Order | None = None,
+    costs: Sequence[float] | np.ndarray | None = None,
+) -> Loader:
+    """The loader of one rank.
+
+    Args:
+        dataset: any `Dataset`; must be picklable when there are workers, and open its files lazily.
+        processing: the family's `Processing` (``needs()``, ``sample(sample, rng, training)``).
+        contract: the family's batch contract: fields to stack, draws to make, axes to trim.
+        batch_size: samples of one micro-batch of this rank; `accumulate` of them make a step.
+        epochs: stop after so many; None never stops.
+        sampler: ``cyclic``, ``block`` or ``balanced`` (needs `costs`, one a position), see
+            `samplers.Schedule`.
+        drop_last: leave an epoch's incomplete step out; otherwise it is filled from the next epoch.
+        trim: cut masked cameras and padding at collate time, by the contract's trims.
+        training: passed to the processing; False means no augmentation.
+        multiprocessing_context: of workers. Default forkserver: as quick as fork after the first worker, and
+            safe with the threads of CUDA, video decoders and torch, which fork is not.
+        pin_memory: page-locked staging; default when a CUDA device is present.
+        prefetch: micro-batches that each worker keeps ready.
+        order: what each epoch visits; default all positions, shuffled or not.
+    """
+    if not 0 <= rank < world:
+        raise UserError(f"Rank {rank} is outside 0..{world - 1}.")
+    if num_workers < 0:
+        raise UserError(f"--num-workers is {num_workers}; it must be 0 or more.")
+    if order is None:
+        made = getattr(dataset, "order", None)  # a mixture has its own
+        order = made(seed, shuffle) if made else Shuffled(len(dataset), seed, shuffle)
+    schedule = Schedule(order, batch_size, world, accumulate, sampler, drop_last, epochs, costs)
+    identity = {
+        "seed": seed,
+        "shuffle": shuffle,
+        "order": type(order).__name__,
+        "epoch_size": order.size,
+        "dataset": dataset.fingerprint(),
+    }
+    pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
+    options: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
+    if num_workers:
+        options |= {"prefetch_factor": prefetch, "multiprocessing_context": _context(multiprocessing_context)}
+    maker = Maker(dataset, processing, contract, seed=seed, training=training, trim=trim)
+    return Loader(maker, schedule, rank, identity, options)
+
+
+def _context(name: str | None) -> multiprocessing.context.BaseContext:
+    name = name or ("forkserver" if sys.platform == "linux" else "spawn")
+    if name not in CONTEXTS:
+        raise unknown("worker start method", name, CONTEXTS)
+    context = multiprocessing.get_context(name)
+    if name == "forkserver":
+        # Imported once in the server, so that each worker starts in milliseconds and shares the pages.
+        context.set_forkserver_preload(["vlaforge.data.loader"])
+    return context
