@@ -1,7 +1,8 @@
 """What a dataset is, whatever its format: an episode table, samples by position, columns by episode.
 
-Readers in `data/readers/` implement `Dataset`; everything above (statistics, samplers, loader, checks) uses only this.
-Row ids are those of the whole dataset: a filter of episodes changes which rows are visited, never their ids.
+Readers in `data/readers/` implement `Dataset`; everything above (statistics, samplers, loader, checks) uses
+only this. Row ids are those of the whole dataset: a filter of episodes changes which rows are visited, never
+their ids.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from vlaforge.data.schema import DataNeeds, Sample
 
 
@@ -61,6 +63,8 @@ class Dataset(ABC):
 
     info: DatasetInfo
     episodes: Sequence[Episode]
+    notes: Sequence[str] = ()
+    """What a run should say about how the data is read: the video backend and why it is this one."""
 
     @cached_property
     def _ends(self) -> list[int]:
@@ -86,13 +90,18 @@ class Dataset(ABC):
     def get(self, position: int, needs: DataNeeds) -> Sample:
         """The sample at `position`, in canonical keys (see `vlaforge.data.schema.Sample`)."""
 
+    def get_many(self, positions: Sequence[int], needs: DataNeeds) -> list[Sample]:
+        """The samples at `positions`, in that order; a video's frames are decoded together."""
+        return [self.get(position, needs) for position in positions]
+
     @abstractmethod
     def column(self, key: str, episode: Episode) -> np.ndarray:
         """A numeric column of one episode [length, ...], without decoding video."""
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """A hash of what is on disk (names, sizes, metadata) and of the selected episodes: the key of caches."""
+        """A hash of what is on disk (names, sizes, metadata) and of the selected episodes: the key
+        of caches."""
 
     def stored_statistics(self) -> Mapping[str, Mapping[str, np.ndarray]] | None:
         """Statistics that the dataset itself carries, or None."""

@@ -1,0 +1,90 @@
+"""Datasets of every format as one kind of object: `open_dataset(path)` → `vlaforge.data.dataset.Dataset`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from vlaforge.data.dataset import Dataset
+from vlaforge.data.errors import UserError, unknown
+from vlaforge.data.readers.lerobot import LeRobotReader
+
+FORMATS = ("lerobot_datasets", "hdf5_datasets")
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
+
+
+def open_dataset(
+    path: str | Path,
+    *,
+    format: str = "lerobot_datasets",
+    version: str | None = None,
+    episodes: Sequence[int] | str | None = None,
+    split: str = "train",
+    video_backend: str | None = None,
+    action_key: str = "action",
+    state_key: str = "observation.state",
+    language_key: str | None = None,
+    image_layout: str | None = None,
+    open_videos: int = 64,
+) -> Dataset:
+    """Opens a dataset for reading. Nothing is ever written into its folder.
+
+    Args:
+        path: a folder (or HDF5 file), or the id of a dataset on the Hugging Face hub, ``owner/name``.
+        format: ``lerobot_datasets`` or ``hdf5_datasets``.
+        version: LeRobot version that it must have; None takes the one in info.json.
+        episodes: numbers, or text such as ``"0:10,15"``, in the order to visit; None takes those of `split`.
+        split: a split of info.json, or ``all``.
+        video_backend: one of `vlaforge.data.video.BACKENDS`; None tries torchcodec, then PyAV.
+            `dataset.video` says which it became and why.
+        action_key, state_key: the column that is the action, the state; several, separated by commas, are
+            joined.
+        language_key: a column with the task as text or as task number; None takes ``task_index``.
+        image_layout: ``hwc`` or ``chw``, where info.json leaves open which axis holds the channels.
+        open_videos: video files kept open in each process.
+
+    Raises:
+        UserError: the path is no dataset of that format, its files are missing or disagree with each other,
+            or an argument does not fit it. All of this is found here, before anything is read for training.
+    """
+    if format not in FORMATS:
+        raise unknown("dataset format", format, FORMATS)
+    if format == "lerobot_datasets":
+        return LeRobotReader(
+            local_path(path),
+            version=version,
+            episodes=episodes,
+            split=split,
+            video_backend=video_backend,
+            action_key=action_key,
+            state_key=state_key,
+            language_key=language_key,
+            image_layout=image_layout,
+            open_videos=open_videos,
+        )
+    raise UserError("hdf5")
+
+
+def local_path(path: str | Path) -> Path:
+    """`path` if it exists, else the local copy of the hub dataset of that id (fetched when it is not in the
+    cache)."""
+    local = Path(path).expanduser()
+    if local.exists():
+        return local
+    if not _HUB_ID.match(str(path)):
+        raise UserError(f"Dataset path '{path}' does not exist.")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise UserError(
+            f"Dataset '{path}' is not a local folder; to fetch it from the hub, install huggingface_hub "
+            "(pip install vlaforge[hub])."
+        ) from None
+    try:
+        return Path(snapshot_download(str(path), repo_type="dataset"))
+    except Exception as error:  # the hub's client raises many classes: offline, not found, gated, time-out
+        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"Dataset '{path}' is not a local folder, and the Hugging Face hub did not give it ({cause}). Without a network, copy it to this machine and give its path."
+        ) from None

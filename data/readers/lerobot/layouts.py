@@ -1,0 +1,296 @@
+"""Where each LeRobot version keeps its episodes, tasks, rows, videos and statistics.
+
+A layout turns a version's metadata into one logical table of `Entry`; nothing else in the reader knows the
+version.
+Time occurs only here: v3.0 stores where an episode starts in a shared video as seconds, which becomes a frame
+number.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from vlaforge.data.errors import UserError
+
+CHECK = "run `forge-data check` on it for the whole list"
+
+
+@dataclass(frozen=True)
+class VideoPart:
+    """An episode's part of a video file: `path` relative to the dataset, `start` in frames, of `rows` in the
+    file."""
+
+    path: str
+    start: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One episode as its metadata has it; `data` is its parquet file relative to the dataset, videos by
+    feature key."""
+
+    index: int
+    length: int
+    start: int
+    tasks: tuple[str, ...]
+    data: str
+    videos: Mapping[str, VideoPart]
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Layout(ABC):
+    """One version's metadata. `root` is the dataset's folder, `info` its info.json."""
+
+    version: str
+    files: tuple[str, ...]
+    """Metadata beside info.json that must exist, relative to the dataset."""
+
+    def __init__(self, root: Path, info: Mapping[str, Any]):
+        self.root, self.info = root, info
+
+    @abstractmethod
+    def entries(self, video_keys: Iterable[str]) -> list[Entry]:
+        """All episodes, in the order of the metadata."""
+
+    @abstractmethod
+    def tasks(self) -> dict[int, str]:
+        """Task texts by task number."""
+
+    @abstractmethod
+    def statistics(self) -> dict[str, dict[str, Any]] | list[dict[str, dict[str, Any]]] | None:
+        """The dataset's statistics, those of each episode in turn, or None."""
+
+    def _path(self, kind: str, **values: Any) -> str:
+        template = self.info.get(f"{kind}_path") or self.default_paths[kind]
+        try:
+            return template.format(**values)
+        except (KeyError, IndexError, ValueError) as error:
+            raise UserError(
+                f"info.json of {self.root}: {kind}_path '{template}' does not fit {self.version}, whose "
+                f"fields are {', '.join(values)} ({error})."
+            ) from None
+
+    default_paths: Mapping[str, str]
+
+
+class _V2(Layout):
+    """v2.0 and v2.1: one parquet and one video a camera for each episode, metadata in JSON lines."""
+
+    default_paths = {
+        "data": "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
+        "video": "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4",
+    }
+
+    def entries(self, video_keys: Iterable[str]) -> list[Entry]:
+        video_keys, chunk_size = list(video_keys), int(self.info.get("chunks_size") or 1000)
+        entries, start = [], 0
+        for line in read_lines(self.root / "meta/episodes.jsonl", ("episode_index", "length")):
+            index, length = int(line.pop("episode_index")), int(line.pop("length"))
+            where = {"episode_chunk": index // chunk_size, "episode_index": index}
+            videos = {
+                key: VideoPart(self._path("video", video_key=key, **where), 0, length) for key in video_keys
+            }
+            tasks = tuple(line.pop("tasks", None) or ())
+            entries.append(Entry(index, length, start, tasks, self._path("data", **where), videos, line))
+            start += length
+        return entries
+
+    def tasks(self) -> dict[int, str]:
+        lines = read_lines(self.root / "meta/tasks.jsonl", ("task_index", "task"))
+        return {int(line["task_index"]): str(line["task"]) for line in lines}
+
+
+class V20(_V2):
+    version, files = "v2.0", ("meta/episodes.jsonl", "meta/tasks.jsonl")
+
+    def statistics(self) -> dict[str, dict[str, Any]] | None:
+        return read_json(self.root / "meta/stats.json")
+
+
+class V21(_V2):
+    version, files = "v2.1", ("meta/episodes.jsonl", "meta/tasks.jsonl")
+
+    def statistics(self) -> list[dict[str, dict[str, Any]]] | dict[str, dict[str, Any]] | None:
+        path = self.root / "meta/episodes_stats.jsonl"
+        if path.is_file():
+            return [line["stats"] for line in read_lines(path, ("stats",))]
+        return read_json(self.root / "meta/stats.json")
+
+
+class V30(Layout):
+    """v3.0: many episodes share a parquet file and a video; metadata is parquet."""
+
+    version, files = "v3.0", ("meta/episodes", "meta/tasks.parquet")
+    default_paths = {
+        "data": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+        "video": "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
+    }
+
+    def entries(self, video_keys: Iterable[str]) -> list[Entry]:
+        video_keys = list(video_keys)
+        rows = self._episode_rows(video_keys)
+        totals: dict[tuple[str, str], int] = {}
+        for row in rows:
+            for key in video_keys:
+                place = (key, self._video(row, key))
+                totals[place] = totals.get(place, 0) + row["length"]
+        entries = []
+        for row in rows:
+            videos = {}
+            for key in video_keys:
+                path = self._video(row, key)
+                start = frame_of(row[f"videos/{key}/from_timestamp"], self.info["fps"])
+                videos[key] = VideoPart(path, start, totals[key, path])
+            data = self._path("data", chunk_index=row["data/chunk_index"], file_index=row["data/file_index"])
+            extra = {key: value for key, value in row.items() if "/" not in key and key not in _EPISODE}
+            start = row["dataset_from_index"]
+            entry = Entry(
+                row["episode_index"], row["length"], start, tuple(row["tasks"] or ()), data, videos, extra
+            )
+            entries.append(entry)
+        return entries
+
+    def _episode_rows(self, video_keys: list[str]) -> list[dict[str, Any]]:
+        wanted = [*_EPISODE, "data/chunk_index", "data/file_index"]
+        wanted += [
+            f"videos/{key}/{name}"
+            for key in video_keys
+            for name in ("chunk_index", "file_index", "from_timestamp")
+        ]
+        rows: list[dict[str, Any]] = []
+        for path in sorted((self.root / "meta/episodes").glob("chunk-*/file-*.parquet")):
+            table = read_table(path)
+            names = set(table.schema.names)
+            missing = [name for name in wanted if name not in names and name != "tasks"]
+            if missing:
+                raise UserError(
+                    f"{path} lacks the columns {', '.join(missing)} of LeRobot {self.version}: {CHECK}."
+                )
+            table = table.select([name for name in table.schema.names if not name.startswith("stats/")])
+            rows += [{"tasks": (), **row} for row in table.to_pylist()]
+        if not rows:
+            raise UserError(f"{self.root / 'meta/episodes'} holds no chunk-*/file-*.parquet with episodes.")
+        return rows
+
+    def _video(self, row: Mapping[str, Any], key: str) -> str:
+        at = {name: row[f"videos/{key}/{name}"] for name in ("chunk_index", "file_index")}
+        return self._path("video", video_key=key, **at)
+
+    def tasks(self) -> dict[int, str]:
+        """The text is the column ``task``, or the table's text index where a pandas index was written under
+        another name."""
+        path = self.root / "meta/tasks.parquet"
+        table = read_table(path)
+        texts = [name for name in table.schema.names if pa.types.is_string(table.schema.field(name).type)]
+        texts += [
+            name for name in table.schema.names if pa.types.is_large_string(table.schema.field(name).type)
+        ]
+        if "task_index" not in table.schema.names or not texts:
+            raise UserError(
+                f"{path} has columns {', '.join(table.schema.names)}; expected task_index and task."
+            )
+        text = "task" if "task" in texts else texts[0]
+        return dict(zip(table["task_index"].to_pylist(), table[text].to_pylist()))
+
+    def statistics(self) -> dict[str, dict[str, Any]] | None:
+        return read_json(self.root / "meta/stats.json")
+
+
+_EPISODE = ("episode_index", "length", "tasks", "dataset_from_index", "dataset_to_index")
+VERSIONS: dict[str, type[Layout]] = {layout.version: layout for layout in (V20, V21, V30)}
+
+
+def frame_of(seconds: float, fps: float) -> int:
+    """The frame that starts nearest to `seconds`. Sums of float durations end a little under the true value:
+    a floor would be one frame early."""
+    return round(seconds * fps)
+
+
+def detect(root: Path) -> str | None:
+    """The version whose files lie under `root`, as far as their names tell; None when it is none of them."""
+    if (root / "meta/episodes").is_dir() or (root / "meta/tasks.parquet").is_file():
+        return "v3.0"
+    if (root / "meta/episodes_stats.jsonl").is_file():
+        return "v2.1"
+    if any((root / f"meta/{name}.jsonl").is_file() for name in ("episodes", "tasks")):
+        return "v2.0"
+    return None
+
+
+def open_layout(root: Path, version: str | None = None) -> Layout:
+    """The layout of the dataset at `root`, by info.json.
+
+    Raises UserError when it is no LeRobot dataset, its version is unknown or not the one asked for, or
+    metadata is missing; the missing files are named, and the version whose files are there.
+    """
+    if version is not None and version not in VERSIONS:
+        raise UserError(f"LeRobot version '{version}' is not supported: give one of {', '.join(VERSIONS)}.")
+    like = detect(root)
+    info = read_json(root / "meta/info.json")
+    if info is None:
+        seems = f"; what is there looks like LeRobot {like}" if like else ""
+        raise UserError(f"{root} is not a LeRobot dataset: meta/info.json is missing{seems}.")
+    found = str(info.get("codebase_version", "")) or "(none)"
+    found = found if found.startswith("v") or found == "(none)" else f"v{found}"
+    if found not in VERSIONS:
+        raise UserError(f"{root} has codebase_version {found}; supported are {', '.join(VERSIONS)}.")
+    if version is not None and version != found:
+        raise UserError(
+            f"{root} is LeRobot {found} by its info.json, not {version}: leave the version out to detect it."
+        )
+    absent = [key for key in ("fps", "features") if not info.get(key)]
+    if absent:
+        raise UserError(f"{root / 'meta/info.json'} lacks {' and '.join(absent)}.")
+    layout = VERSIONS[found](root, info)
+    missing = [name for name in layout.files if not (root / name).exists()]
+    if missing:
+        seems = f"; the files that are there look like {like}" if like and like != found else ""
+        raise UserError(f"{root} (LeRobot {found} by its info.json) lacks {', '.join(missing)}{seems}.")
+    return layout
+
+
+def read_json(path: Path) -> Any | None:
+    """The content of a JSON file, None when there is no such file. UserError when it is not JSON."""
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}.") from None
+
+
+def read_lines(path: Path, required: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file, each with the keys `required`. UserError names file and line."""
+    lines = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not text.strip():
+            continue
+        try:
+            line = json.loads(text)
+            lacking = [key for key in required if key not in line]
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{path}, line {number}, is not valid JSON: {error}.") from None
+        if lacking:
+            raise UserError(f"{path}, line {number}, lacks {', '.join(lacking)}.")
+        lines.append(line)
+    return lines
+
+
+def read_table(path: Path, columns: list[str] | None = None) -> pa.Table:
+    """A parquet file. UserError when it is missing or damaged."""
+    try:
+        # As a stream of one file: a folder named like key=value must not be taken for a partition column.
+        return pq.ParquetFile(path).read(columns=columns, use_threads=False)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing.") from None
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path} cannot be read as parquet: {str(error).splitlines()[0]}") from None

@@ -1,0 +1,171 @@
+"""The frame index of a video file: where its frames and key frames are, in presentation order.
+
+Frames are addressed by integer position in presentation order. Time appears only here: `FrameIndex.positions`
+turns dataset rows into positions, and the backends use `pts` to check that they got the frame that was asked
+for.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import av
+import numpy as np
+
+from vlaforge.data.video.errors import DecodeError
+
+_TOLERANCE_FRAMES = 0.5 + 1e-6  # a time exactly half a frame away still counts as near
+
+
+@dataclass(frozen=True, eq=False)
+class FrameIndex:
+    """What a file really holds, by its packets (not by what its header promises).
+
+    Args:
+        count: frames present.
+        step: ticks between frames when they are evenly spaced, else 0.
+        pts: int64 [count], presentation ticks; empty when evenly spaced (then ``first + step * position``).
+        keys: int64 [K], ascending positions of the key frames.
+        key_dts: int64 [K], decode ticks to seek to for them.
+    """
+
+    path: str
+    count: int
+    time_base: Fraction
+    first: int
+    step: int
+    pts: np.ndarray
+    keys: np.ndarray
+    key_dts: np.ndarray
+    codec: str
+    width: int
+    height: int
+
+    def pts_at(self, position: int) -> int:
+        """Presentation ticks of the frame at `position`."""
+        return self.first + self.step * position if self.step else int(self.pts[position])
+
+    def seconds(self, position: int) -> float:
+        """Seconds from the file's first frame to the frame at `position`, which may lie past the end."""
+        if self.step:
+            return float(self.step * position * self.time_base)
+        inside = min(position, self.count - 1)
+        return float((int(self.pts[inside]) - self.first) * self.time_base)
+
+    def key_before(self, position: int) -> tuple[int, int]:
+        """(position, decode ticks) of the last key frame at or before `position`."""
+        number = bisect_right(self.keys, position) - 1
+        if number < 0:
+            raise DecodeError(
+                f"{self.path} has no key frame at or before frame {position}: the file is damaged."
+            )
+        return int(self.keys[number]), int(self.key_dts[number])
+
+    def positions(self, rows: Sequence[int], fps: float, rows_in_file: int) -> list[int]:
+        """Positions of the frames that belong to dataset rows `rows` (counted from the file's start).
+
+        With as many frames as rows, or with frames evenly spaced at the dataset's `fps`, the row number is
+        the position. Otherwise a row is looked up by its time, row / fps, and must be within half a frame of
+        one.
+        """
+        if self.count == rows_in_file or self._spaced_at(fps):
+            for row in rows:
+                if not 0 <= row < self.count:
+                    raise DecodeError(
+                        f"{self.path} has {self.count} frames, but the dataset's rows need frame {row} "
+                        f"({row / fps:.4f} s): the video is shorter than its episodes."
+                    )
+            return list(rows)
+        return [self._nearest(row / fps, fps) for row in rows]
+
+    def _spaced_at(self, fps: float) -> bool:
+        """Whether frame n is nearest to n / fps for all n of the file."""
+        return self.step > 0 and abs(float(self.step * self.time_base) * fps - 1.0) * self.count < 0.25
+
+    def _nearest(self, time_s: float, fps: float) -> int:
+        ticks = float(self.first + Fraction(time_s) / self.time_base)
+        if self.step:
+            best = min(max(round((ticks - self.first) / self.step), 0), self.count - 1)
+        else:
+            right = min(int(np.searchsorted(self.pts, ticks)), self.count - 1)
+            best = min((max(right - 1, 0), right), key=lambda position: abs(int(self.pts[position]) - ticks))
+        if abs(self.pts_at(best) - ticks) * float(self.time_base) * fps > _TOLERANCE_FRAMES:
+            raise DecodeError(
+                f"{self.path} shows no frame at {time_s:.4f} s: the nearest is at "
+                f"{self.seconds(best):.4f} s, more than half a frame ({0.5 / fps:.4f} s) away."
+            )
+        return best
+
+
+def build_index(path: str) -> FrameIndex:
+    """Indexes `path` (decodes nothing). DecodeError when it cannot be opened or holds no video."""
+    if not os.path.isfile(path):
+        raise DecodeError(f"Video file {path} is missing.")
+    try:
+        with av.open(path) as container:
+            if not container.streams.video:
+                raise DecodeError(f"{path} holds no video stream.")
+            stream = container.streams.video[0]
+            pts, dts, key = _packets(container, stream, os.path.getsize(path))
+            codec = stream.codec_context
+            facts = (Fraction(stream.time_base), codec.name, codec.width, codec.height)
+    except av.FFmpegError as error:
+        raise DecodeError(f"{path} cannot be opened as a video: {error}") from error
+    if not len(pts):
+        raise DecodeError(f"{path} holds no video frames.")
+    return _index(path, pts, dts, key, *facts)
+
+
+def _packets(container, stream, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(pts, dts, is key) of the packets whose bytes are all there, in decode order.
+
+    The container's own table is enough when frames are shown in decode order; otherwise the packets are read.
+    """
+    reordered = stream.codec_context.has_b_frames or stream.codec_context.codec.name in ("h264", "hevc")
+    table = stream.index_entries
+    if not reordered and len(table) and "mp4" in container.format.name:
+        rows = [(entry.timestamp, entry.is_keyframe) for entry in table if entry.pos + entry.size <= size]
+        ticks = np.array([row[0] for row in rows], np.int64)
+        return ticks, ticks, np.array([row[1] for row in rows], bool)
+    rows = [
+        (packet.pts, packet.dts, packet.is_keyframe)
+        for packet in container.demux(stream)
+        if packet.size and packet.pts is not None and not packet.is_corrupt and not packet.is_discard
+    ]
+    pts = np.array([row[0] for row in rows], np.int64)
+    dts = np.array([row[0] if row[1] is None else row[1] for row in rows], np.int64)
+    return pts, dts, np.array([row[2] for row in rows], bool)
+
+
+def _index(
+    path: str,
+    pts: np.ndarray,
+    dts: np.ndarray,
+    key: np.ndarray,
+    base: Fraction,
+    codec: str,
+    width: int,
+    height: int,
+) -> FrameIndex:
+    order = np.argsort(pts, kind="stable")
+    pts, dts, key = pts[order], dts[order], key[order]
+    steps = np.diff(pts)
+    step = int(steps[0]) if len(steps) else 1
+    even = step > 0 and bool((steps == step).all())
+    return FrameIndex(
+        path=path,
+        count=len(pts),
+        time_base=base,
+        first=int(pts[0]),
+        step=step if even else 0,
+        pts=np.zeros(0, np.int64) if even else pts,
+        keys=np.flatnonzero(key),
+        key_dts=dts[key],
+        codec=codec,
+        width=width,
+        height=height,
+    )
