@@ -55,12 +55,15 @@ class Dropout(nn.Module):
     def active(self, seed_B: Tensor | None) -> bool:
         return self.training and self.p > 0 and seed_B is not None
 
+    def keep(self, seed_B: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Bool [B, *shape]: this layer's mask for the samples' seeds."""
+        return keep_mask(seed_B, self.salt, shape, self.p)
+
     def forward(self, x: Tensor, seed_B: Tensor | None) -> Tensor:
         """`x` [B, ...] with the dropped elements zero and the others scaled by 1 / (1 - p)."""
         if not self.active(seed_B):
             return x
-        shape = (1,) * (x.ndim - 1) if self.whole_sample else tuple(x.shape[1:])
-        keep = keep_mask(seed_B, self.salt, shape, self.p)
+        keep = self.keep(seed_B, (1,) * (x.ndim - 1) if self.whole_sample else tuple(x.shape[1:]))
         return torch.where(keep, x / (1.0 - self.p), torch.zeros((), dtype=x.dtype, device=x.device))
 
     def extra_repr(self) -> str:

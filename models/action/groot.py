@@ -1,0 +1,319 @@
+"""GR00T's action head, shared by N1.6 and N1.7: embodiment MLPs around an alternating cross/self-attention DiT.
+
+Facts: NVIDIA/Isaac-GR00T ``gr00t_n1d6.py``, ``gr00t_n1d7.py``, ``dit.py``; diffusers' ``Timesteps``,
+``TimestepEmbedding``, ``FeedForward``.
+
+Axes: B samples, H action steps, A action and S state width, T = 1 + H tokens, D width of the DiT; M context tokens
+of width C; K head width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from vlaforge.models.action.embodiment import EmbodimentLinear, EmbodimentMLP
+from vlaforge.models.blocks.attention import Mask, attention
+from vlaforge.models.blocks.dropout import Dropout
+
+
+@dataclass(frozen=True)
+class DiTConfig:
+    """`output` is the width that the decoder reads; `text_every`: of the cross-attention blocks, each
+    `text_every`-th sees the text tokens and the others the image tokens (None: all see everything, unmasked)."""
+
+    layers: int = 32
+    heads: int = 32
+    head_dim: int = 48
+    output: int = 1024
+    context: int = 2048
+    text_every: int | None = 2
+    dropout: float = 0.2
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class ContextConfig:
+    """The self-attention over the context before the DiT (N1.7); 0 layers: none."""
+
+    layers: int = 4
+    heads: int = 32
+    head_dim: int = 64
+    dropout: float = 0.2
+
+
+class FeedForward(nn.Module):
+    """Linear, GELU (tanh), dropout, Linear, dropout; four times as wide inside."""
+
+    def __init__(self, width: int, dropout: float, salts: Iterator[int]):
+        super().__init__()
+        self.fc1 = nn.Linear(width, 4 * width)
+        self.fc2 = nn.Linear(4 * width, width)
+        self.drop1 = Dropout(dropout, next(salts))
+        self.drop2 = Dropout(dropout, next(salts))
+
+    def forward(self, x_BTD: Tensor, seed_B: Tensor | None) -> Tensor:
+        hidden = self.drop1(F.gelu(self.fc1(x_BTD), approximate="tanh"), seed_B)
+        return self.drop2(self.fc2(hidden), seed_B)
+
+
+class HeadAttention(nn.Module):
+    """Multi-head attention with biases; keys and values may be given, made from another sequence of width `context`."""
+
+    def __init__(self, width: int, context: int, heads: int, dropout: float, salts: Iterator[int]):
+        super().__init__()
+        self.heads = heads
+        self.q_proj = nn.Linear(width, width)
+        self.k_proj = nn.Linear(context, width)
+        self.v_proj = nn.Linear(context, width)
+        self.o_proj = nn.Linear(width, width)
+        # The published block drops twice here: in the attention's output layer and after it.
+        self.drop1 = Dropout(dropout, next(salts))
+        self.drop2 = Dropout(dropout, next(salts))
+
+    def split(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+    def keys_values(self, context_BMC: Tensor) -> tuple[Tensor, Tensor]:
+        """(k, v), each [B, heads, M, K]: a function of the context alone, so made once for all sampling steps."""
+        return self.split(self.k_proj(context_BMC)), self.split(self.v_proj(context_BMC))
+
+    def forward(self, x_BTD: Tensor, k: Tensor, v: Tensor, mask: Mask | None, seed_B: Tensor | None) -> Tensor:
+        mixed = attention(self.split(self.q_proj(x_BTD)), k, v, mask)
+        out_BTD = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return self.drop2(self.drop1(out_BTD, seed_B), seed_B)
+
+
+class ContextBlock(nn.Module):
+    """Pre-norm self-attention block over the context, without any mask (padding rows take part, as published)."""
+
+    def __init__(self, width: int, config: ContextConfig, salts: Iterator[int]):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attn = HeadAttention(width, width, config.heads, config.dropout, salts)
+        self.norm2 = nn.LayerNorm(width)
+        self.ff = FeedForward(width, config.dropout, salts)
+
+    def forward(self, x_BMC: Tensor, mask: Mask | None, seed_B: Tensor | None) -> Tensor:
+        normed = self.norm1(x_BMC)
+        x_BMC = x_BMC + self.attn(normed, *self.attn.keys_values(normed), mask, seed_B)
+        return x_BMC + self.ff(self.norm2(x_BMC), seed_B)
+
+
+class DiTBlock(nn.Module):
+    """AdaLN attention and a plain-LN MLP. With a context it attends to that alone, else to its own tokens."""
+
+    def __init__(self, config: DiTConfig, cross: bool, salts: Iterator[int]):
+        super().__init__()
+        width = config.width
+        self.cross = cross
+        self.norm1 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-5)
+        self.modulation = nn.Linear(width, 2 * width)  # scale, then shift
+        context = config.context if cross else width
+        self.attn = HeadAttention(width, context, config.heads, config.dropout, salts)
+        self.norm2 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-5)
+        self.ff = FeedForward(width, config.dropout, salts)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        time_BD: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        mask: Mask | None,
+        seed_B: Tensor | None,
+    ) -> Tensor:
+        """`time_BD` is SiLU of the time embedding; `k`, `v` [B, heads, M, K] come from `attn.keys_values(context)`."""
+        scale_BD, shift_BD = self.modulation(time_BD).chunk(2, dim=-1)
+        normed = self.norm1(x_BTD) * (1 + scale_BD[:, None]) + shift_BD[:, None]
+        if k is None or v is None:
+            k, v = self.attn.keys_values(normed)
+        x_BTD = x_BTD + self.attn(normed, k, v, mask, seed_B)
+        return x_BTD + self.ff(self.norm2(x_BTD), seed_B)
+
+
+class DiT(nn.Module):
+    """Even blocks attend to the context (text or image tokens by turns), odd ones to [state; actions]."""
+
+    def __init__(self, config: DiTConfig, salts: Iterator[int]):
+        super().__init__()
+        self.config = config
+        width = config.width
+        self.time_fc1 = nn.Linear(256, width)
+        self.time_fc2 = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(DiTBlock(config, i % 2 == 0, salts) for i in range(config.layers))
+        self.norm_out = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
+        self.modulation_out = nn.Linear(width, 2 * width)  # shift, then scale: the other way round than in the blocks
+        self.proj_out = nn.Linear(width, config.output)
+
+    def time(self, bucket_B: Tensor) -> Tensor:
+        """The time embedding [B, D] of integer buckets (as floats)."""
+        waves = bucket_waves(bucket_B, 256, shift=1.0, cos_first=True).to(self.time_fc1.weight.dtype)
+        return self.time_fc2(F.silu(self.time_fc1(waves)))
+
+    def reads_text(self, index: int) -> bool:
+        every = self.config.text_every
+        return every is not None and index % (2 * every) == 0
+
+    def keys_values(self, context: Context) -> list[tuple[Tensor, Tensor] | None]:
+        """Keys and values of every cross-attention block, None for the others."""
+        return [
+            block.attn.keys_values(context.part(self.config.text_every, self.reads_text(i))) if block.cross else None
+            for i, block in enumerate(self.blocks)
+        ]
+
+    def forward(self, x_BTD, bucket_B, keys_values, context: Context, seed_B=None) -> Tensor:
+        """[B, T, D] and the `keys_values` of `context` → [B, T, output]."""
+        time_BD = F.silu(self.time(bucket_B))
+        for i, (block, given) in enumerate(zip(self.blocks, keys_values)):
+            k, v = given if given is not None else (None, None)
+            mask = context.mask(self.config.text_every, self.reads_text(i)) if block.cross else None
+            x_BTD = block(x_BTD, time_BD, k, v, mask, seed_B)
+        shift_BD, scale_BD = self.modulation_out(time_BD).chunk(2, dim=-1)
+        return self.proj_out(self.norm_out(x_BTD) * (1 + scale_BD[:, None]) + shift_BD[:, None])
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the DiT reads: encoded tokens, which of them are real, and which are images.
+
+    With `image_tokens` (how many image tokens every sample has, known in advance) the two kinds are gathered into
+    tensors of their own, so that each block projects and scores only what it reads; without it each block masks.
+    """
+
+    tokens_BMC: Tensor
+    valid_BM: Tensor
+    image_BM: Tensor
+    image_tokens: int | None = None
+    text_BNC: Tensor | None = None
+    text_valid_BN: Tensor | None = None
+    images_BNC: Tensor | None = None
+
+    @staticmethod
+    def of(tokens_BMC: Tensor, valid_BM: Tensor, image_BM: Tensor, image_tokens: int | None) -> Context:
+        if image_tokens is None:
+            return Context(tokens_BMC, valid_BM, image_BM)
+        # A stable sort puts image tokens first and keeps the order within each kind; its split point is static.
+        order_BM = torch.argsort((~image_BM).to(torch.int8), dim=1, stable=True)
+        sorted_BMC = tokens_BMC.gather(1, order_BM[..., None].expand_as(tokens_BMC))
+        images_BNC, text_BNC = sorted_BMC.split([image_tokens, tokens_BMC.shape[1] - image_tokens], dim=1)
+        text_valid_BN = valid_BM.gather(1, order_BM[:, image_tokens:])
+        return Context(tokens_BMC, valid_BM, image_BM, image_tokens, text_BNC, text_valid_BN, images_BNC)
+
+    def part(self, text_every: int | None, text: bool) -> Tensor:
+        """The tokens that a block of the kind reads."""
+        if text_every is None or self.image_tokens is None:
+            return self.tokens_BMC
+        return self.text_BNC if text else self.images_BNC
+
+    def mask(self, text_every: int | None, text: bool) -> Mask | None:
+        """Which of those tokens count; None: all. The plain DiT ignores padding, as published."""
+        if text_every is None:
+            return None
+        if self.image_tokens is not None:
+            return Mask.padding(self.text_valid_BN) if text else None
+        wanted_BM = ~self.image_BM if text else self.image_BM
+        return Mask.padding(wanted_BM & self.valid_BM)
+
+
+def bucket_waves(bucket: Tensor, dim: int, shift: float, cos_first: bool) -> Tensor:
+    """fp32 [..., dim]: sin and cos of bucket * 10000^(-i / (dim/2 - shift)), i = 0 … dim/2 - 1."""
+    half = dim // 2
+    exponent = -math.log(10000.0) * torch.arange(half, dtype=torch.float32, device=bucket.device) / (half - shift)
+    angle = bucket.float()[..., None] * exponent.exp()
+    parts = [angle.cos(), angle.sin()] if cos_first else [angle.sin(), angle.cos()]
+    return torch.cat(parts, dim=-1)
+
+
+class ActionEncoder(nn.Module):
+    """a = W1 x; W3 swish(W2 [a; waves(bucket)]), each W by embodiment."""
+
+    def __init__(self, embodiments: int, action: int, width: int):
+        super().__init__()
+        self.width = width
+        self.w1 = EmbodimentLinear(embodiments, action, width)
+        self.w2 = EmbodimentLinear(embodiments, 2 * width, width)
+        self.w3 = EmbodimentLinear(embodiments, width, width)
+
+    def forward(self, x_BHA: Tensor, bucket_B: Tensor, embodiment_B: Tensor) -> Tensor:
+        encoded = self.w1(x_BHA, embodiment_B)
+        waves_BD = bucket_waves(bucket_B, self.width, shift=0.0, cos_first=False).to(encoded.dtype)
+        joined = torch.cat([encoded, waves_BD[:, None].expand_as(encoded)], dim=-1)
+        return self.w3(F.silu(self.w2(joined, embodiment_B)), embodiment_B)
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """Sizes of the head. `state` is the width of the whole state history; `drop_token`: a dropped state becomes a
+    learned token (N1.6) rather than zero (N1.7)."""
+
+    state: int
+    action: int
+    horizon: int
+    hidden: int
+    embodiments: int
+    max_positions: int
+    dit: DiTConfig
+    context: ContextConfig | None
+    position_embedding: bool = True
+    norm_context: bool = True
+    drop_token: bool = False
+    state_dropout: float = 0.0
+    mask_context_padding: bool = False
+
+
+class GrootHead(nn.Module):
+    """State and noisy actions → velocity, conditioned on the encoded context and the embodiment."""
+
+    def __init__(self, config: HeadConfig, salts: Iterator[int]):
+        super().__init__()
+        self.config = config
+        width, context = config.dit.width, config.dit.context
+        self.state_encoder = EmbodimentMLP(config.embodiments, config.state, config.hidden, width)
+        self.action_encoder = ActionEncoder(config.embodiments, config.action, width)
+        self.action_decoder = EmbodimentMLP(config.embodiments, config.dit.output, config.hidden, config.action)
+        self.norm_context = nn.LayerNorm(context) if config.norm_context else nn.Identity()
+        depth = config.context.layers if config.context else 0
+        self.context_blocks = nn.ModuleList(ContextBlock(context, config.context, salts) for _ in range(depth))
+        self.dit = DiT(config.dit, salts)
+        if config.position_embedding:
+            self.positions = nn.Parameter(torch.randn(config.max_positions, width) * 0.02)
+        if config.drop_token:
+            self.state_token = nn.Parameter(torch.zeros(width))
+        self.drop_state = Dropout(config.state_dropout, next(salts), whole_sample=True)
+
+    def read_context(self, features_BMC, valid_BM, image_BM, image_tokens=None, seed_B=None) -> Context:
+        """Normalises and mixes the backbone's features. Padding takes part unless `mask_context_padding`."""
+        tokens_BMC = self.norm_context(features_BMC)
+        mask = Mask.padding(valid_BM) if self.config.mask_context_padding else None
+        for block in self.context_blocks:
+            tokens_BMC = block(tokens_BMC, mask, seed_B)
+        return Context.of(tokens_BMC, valid_BM, image_BM, image_tokens)
+
+    def encode_state(self, state_BS: Tensor, embodiment_B: Tensor, seed_B: Tensor | None = None) -> Tensor:
+        """[B, S] → [B, 1, D]; in training a whole state may be dropped (not scaled up elsewhere)."""
+        weight_dtype = self.state_encoder.layer1.weight.dtype
+        features_B1D = self.state_encoder(state_BS[:, None].to(weight_dtype), embodiment_B)
+        if not self.drop_state.active(seed_B):
+            return features_B1D
+        keep = self.drop_state.keep(seed_B, (1, 1))
+        token = self.state_token if self.config.drop_token else torch.zeros_like(features_B1D[0, 0])
+        return torch.where(keep, features_B1D, token.to(features_B1D.dtype))
+
+    def velocity(self, x_BHA, bucket_B, state_B1D, embodiment_B, keys_values, context, seed_B=None) -> Tensor:
+        """The velocity [B, H, A] at noisy actions `x` and time bucket."""
+        weight_dtype = self.action_encoder.w1.weight.dtype
+        tokens_BHD = self.action_encoder(x_BHA.to(weight_dtype), bucket_B, embodiment_B)
+        if self.config.position_embedding:
+            tokens_BHD = tokens_BHD + self.positions[: tokens_BHD.shape[1]]
+        joined_BTD = torch.cat([state_B1D, tokens_BHD], dim=1)
+        out = self.dit(joined_BTD, bucket_B, keys_values, context, seed_B)
+        # Only the action tokens are decoded; the state token's decoding is never used.
+        return self.action_decoder(out[:, 1:], embodiment_B)

@@ -1,0 +1,266 @@
+"""What GR00T N1.6 and N1.7 share beyond the head: configuration, batch, loss and sampling.
+
+Not a family: `groot_n1_6` and `groot_n1_7` extend `GrootPolicy` with a backbone each.
+Facts: NVIDIA/Isaac-GR00T ``gr00t_n1d6.py``, ``gr00t_n1d7.py``; LeRobot 0.6.1 ``groot_n1_7.py``.
+
+Axes: B samples, L text tokens, H action steps, A action and S state width.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from vlaforge.data.schema import Batch, Contract, Draw, DrawSpec, Field, Trim
+from vlaforge.models.action.groot import Context, ContextConfig, DiTConfig, GrootHead, HeadConfig
+from vlaforge.models.base import BlockGroup, EmbodiedModel, Losses, LossTerm
+from vlaforge.models.towers.qwen3_vision import PatchGrid
+
+
+@dataclass(frozen=True)
+class GrootConfig:
+    """Hyperparameters of the head and of what is trained, named as in the published config.json.
+
+    `mask_vl_padding` keeps padding out of the context's self-attention; published models let it in, so that a sample's
+    loss depends on what it is batched with. `tune_top_llm_layers` counts from the last kept layer.
+    """
+
+    num_views: int = 2
+    image_size: int = 224
+    max_token_len: int = 220
+    select_layer: int = 16
+    max_state_dim: int = 132
+    max_action_dim: int = 132
+    action_horizon: int = 40
+    state_history_length: int = 1
+    hidden_size: int = 1024
+    max_num_embodiments: int = 32
+    max_seq_len: int = 1024
+    add_pos_embed: bool = True
+    use_vlln: bool = True
+    use_alternate_vl_dit: bool = True
+    dit: DiTConfig = field(default_factory=DiTConfig)
+    vl_self_attention: ContextConfig | None = None
+    mask_vl_padding: bool = False
+    state_dropout_prob: float = 0.0
+    state_mask_token: bool = False
+    noise_beta_alpha: float = 1.5
+    noise_beta_beta: float = 1.0
+    noise_s: float = 0.999
+    num_timestep_buckets: int = 1000
+    num_inference_timesteps: int = 4
+    tune_llm: bool = False
+    tune_visual: bool = False
+    tune_top_llm_layers: int = 0
+    tune_projector: bool = True
+    tune_diffusion_model: bool = True
+    tune_vlln: bool = True
+
+    @property
+    def action_dim(self) -> int:
+        return self.max_action_dim
+
+    @property
+    def state_dim(self) -> int:
+        return self.max_state_dim * self.state_history_length
+
+    def head(self) -> HeadConfig:
+        return HeadConfig(
+            state=self.state_dim,
+            action=self.max_action_dim,
+            horizon=self.action_horizon,
+            hidden=self.hidden_size,
+            embodiments=self.max_num_embodiments,
+            max_positions=self.max_seq_len,
+            dit=self.dit,
+            context=self.vl_self_attention,
+            position_embedding=self.add_pos_embed,
+            norm_context=self.use_vlln,
+            drop_token=self.state_mask_token,
+            state_dropout=self.state_dropout_prob,
+            mask_context_padding=self.mask_vl_padding,
+        )
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Real-time chunking: the first `steps` actions follow the previous chunk, the first `frozen` of them exactly.
+
+    `previous_BHA` is the previous chunk's tail, aligned with the new chunk's start; between frozen and free the
+    velocity is scaled by 1 - exp(-ramp·u) (normalised), u the interior points of a line from 0 to 1.
+    """
+
+    previous_BHA: Tensor
+    steps: int
+    frozen: int
+    ramp: float = 6.0
+
+    def strength(self, like_BHA: Tensor) -> Tensor:
+        """How much of the velocity each step takes: [H, 1]."""
+        between = self.steps - self.frozen
+        line = torch.linspace(0.0, 1.0, between + 2, device=like_BHA.device)
+        ramp = 1 - torch.exp(-self.ramp * line)
+        ramp = (ramp / ramp[-1].clamp_min(1e-8))[1:-1]
+        free = torch.ones(like_BHA.shape[1] - self.steps, device=like_BHA.device)
+        return torch.cat([torch.zeros(self.frozen, device=like_BHA.device), ramp, free])[:, None]
+
+
+def patches_of(batch: Batch, vision: nn.Module, image_size: int) -> tuple[Tensor, PatchGrid, bool]:
+    """(patches [B·V, N, values] in merge order, their grid, whether some are padding) from `images` or `patches`.
+
+    `images` are uint8 and normalised here with mean and deviation 1/2: the bytes travel, not the floats.
+    """
+    merge = vision.config.merge
+    if "patches" in batch:
+        patches_BVNP = batch["patches"]
+        grid = PatchGrid.of(batch["grids"].flatten(0, 1), patches_BVNP.shape[2], merge)
+        return patches_BVNP.flatten(0, 1), grid, True
+    images_MCHW = batch["images"].flatten(0, 1).permute(0, 3, 1, 2)
+    patches_MNP = vision.patchify(images_MCHW.to(vision.patch_embed.weight.dtype) / 127.5 - 1.0)
+    side = image_size // vision.config.patch
+    sizes_M2 = torch.full((images_MCHW.shape[0], 2), side, device=images_MCHW.device)
+    return patches_MNP, PatchGrid.of(sizes_M2, patches_MNP.shape[1], merge), False
+
+
+class GrootPolicy(EmbodiedModel):
+    """Batch: images, tokens, token_mask, state, embodiment, actions, action_mask (and the backbone's own fields)."""
+
+    config: GrootConfig
+    positions_axes: ClassVar[int | None] = None
+    """The axis of field `positions` that runs along the tokens (batch axis is 0); None: the backbone takes none."""
+
+    def __init__(self, config: GrootConfig):
+        super().__init__(config)
+        self.salts: Iterator[int] = count()
+        self.head = GrootHead(config.head(), self.salts)
+
+    @abstractmethod
+    def encode(self, batch: Batch) -> tuple[Tensor, Tensor, int | None]:
+        """(features [B, L, width], image positions bool [B, L], image tokens a sample when that is static)."""
+
+    @abstractmethod
+    def backbone_blocks(self) -> list[BlockGroup]:
+        """The backbone's repeated blocks."""
+
+    @classmethod
+    def backbone_fields(cls, config: GrootConfig) -> dict[str, Field]:
+        """Fields that only this backbone needs."""
+        return {}
+
+    @classmethod
+    @abstractmethod
+    def vocabulary(cls, config: GrootConfig) -> int:
+        """The number of token ids."""
+
+    @classmethod
+    def contract(cls, config: GrootConfig) -> Contract:
+        size, horizon, width = config.image_size, config.action_horizon, config.max_action_dim
+        fields = {
+            "images": Field((config.num_views, size, size, 3), torch.uint8, "VHWC", 0, 256),
+            "tokens": Field((config.max_token_len,), torch.int64, "L", 0, cls.vocabulary(config)),
+            "token_mask": Field((config.max_token_len,), torch.bool, "L"),
+            **cls.backbone_fields(config),
+            "state": Field((config.state_dim,), torch.float32, "S", -1.0, 1.0),
+            "embodiment": Field((), torch.int64, "", 0, config.max_num_embodiments),
+            "actions": Field((horizon, width), torch.float32, "HA", -1.0, 1.0, observation=False),
+            "action_mask": Field((horizon, width), torch.bool, "HA", observation=False),
+        }
+        s = config.noise_s
+        draws = {
+            "noise": DrawSpec((horizon, width), "normal"),
+            # t = (1 - Beta(a, b)) · s
+            "time": DrawSpec((), "beta", config.noise_beta_alpha, config.noise_beta_beta, scale=-s, offset=s),
+        }
+        context_drop = config.vl_self_attention.dropout if config.vl_self_attention else 0.0
+        if config.dit.dropout or context_drop or config.state_dropout_prob:
+            draws["dropout"] = DrawSpec((), "seed")
+        cut = [("tokens", 1), ("token_mask", 1)]
+        if cls.positions_axes is not None:
+            cut.append(("positions", cls.positions_axes))
+        # Left padding: the columns that no sample uses are in front.
+        return Contract(fields, draws, (Trim("token_mask", tuple(cut), keep="suffix"),))
+
+    def bucket(self, time_B: Tensor) -> Tensor:
+        """The integer time bucket, as floats: floor(t · buckets)."""
+        return (time_B.float() * self.config.num_timestep_buckets).floor()
+
+    def read(self, batch: Batch, seed_B: Tensor | None = None) -> Context:
+        features_BLC, image_BL, image_tokens = self.encode(batch)
+        return self.head.read_context(features_BLC, batch["token_mask"], image_BL, image_tokens, seed_B)
+
+    def loss(self, batch: Batch, draw: Draw) -> Losses:
+        """x = (1 - t)·noise + t·action; target action - noise; masked mean of squares."""
+        seed_B = draw.get("dropout") if self.training else None
+        mask_BHA, embodiment_B = batch["action_mask"], batch["embodiment"]
+        zero = torch.zeros((), dtype=batch["actions"].dtype, device=mask_BHA.device)
+        actions_BHA = torch.where(mask_BHA, batch["actions"], zero)
+        t = draw["time"][:, None, None]
+        noisy_BHA = (1 - t) * draw["noise"] + t * actions_BHA
+        context = self.read(batch, seed_B)
+        state_B1D = self.head.encode_state(batch["state"], embodiment_B, seed_B)
+        keys_values = self.head.dit.keys_values(context)
+        bucket_B = self.bucket(draw["time"])
+        velocity_BHA = self.head.velocity(
+            noisy_BHA, bucket_B, state_B1D, embodiment_B, keys_values, context, seed_B
+        ).float()
+        error_BHA = (velocity_BHA - (actions_BHA - draw["noise"])).square()
+        error_BHA = torch.where(mask_BHA, error_BHA, torch.zeros((), device=error_BHA.device))
+        term = LossTerm(error_BHA.sum(), mask_BHA.sum().float())
+        return Losses({"action_loss": term}, {"velocity": velocity_BHA.detach(), "errors": error_BHA.detach()})
+
+    def counts(self, batch: Batch) -> dict[str, Tensor]:
+        return {"action_loss": batch["action_mask"].sum().float()}
+
+    @torch.no_grad()
+    def act(self, obs: Batch, draw: Draw, steps: int, overlap: Overlap | None = None) -> Tensor:
+        """Euler from t = 0 (noise) to 1, `steps` equal steps; the context is encoded once."""
+        embodiment_B = obs["embodiment"]
+        context = self.read(obs)
+        keys_values = self.head.dit.keys_values(context)
+        state_B1D = self.head.encode_state(obs["state"], embodiment_B)
+        x_BHA, strength = draw["noise"].clone(), None
+        if overlap is not None:
+            x_BHA[:, : overlap.steps] = overlap.previous_BHA[:, : overlap.steps]
+            strength = overlap.strength(x_BHA)
+        for step in range(steps):
+            bucket = math.floor(step / steps * self.config.num_timestep_buckets)
+            bucket_B = torch.full((x_BHA.shape[0],), float(bucket), device=x_BHA.device)
+            velocity = self.head.velocity(x_BHA, bucket_B, state_B1D, embodiment_B, keys_values, context).float()
+            x_BHA = x_BHA + velocity / steps * (1.0 if strength is None else strength)
+        return x_BHA
+
+    def blocks(self) -> list[BlockGroup]:
+        depth = len(self.head.context_blocks)
+        groups = self.backbone_blocks()
+        if depth:
+            groups.append(BlockGroup("head.context_blocks", tuple(f"head.context_blocks.{i}" for i in range(depth))))
+        # Cross- and self-attention blocks have other weight shapes: two kinds, two groups.
+        for kind, first in (("cross", 0), ("self", 1)):
+            names = tuple(f"head.dit.blocks.{i}" for i in range(first, self.config.dit.layers, 2))
+            groups.append(BlockGroup(f"head.dit.blocks[{kind}]", names))
+        return groups
+
+    def frozen(self) -> list[str]:
+        """Paths that the config's `tune_*` switches leave untrained."""
+        config, depth = self.config, self.config.select_layer
+        paths = []
+        if not config.tune_visual:
+            paths += self.towers()["vision"]
+        if not config.tune_llm:
+            tuned = range(depth - config.tune_top_llm_layers, depth)
+            paths += ["language.tokens", "language.norm"]
+            paths += [f"language.layers.{i}" for i in range(depth) if i not in tuned]
+        if not config.tune_projector:
+            paths += ["head.state_encoder", "head.action_encoder", "head.action_decoder"]
+            paths += ["head.positions"] if config.add_pos_embed else []
+        if not config.tune_diffusion_model:
+            paths.append("head.dit")
+        if not config.tune_vlln:
+            paths += ["head.norm_context", "head.context_blocks"]
+        return paths

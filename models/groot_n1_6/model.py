@@ -1,0 +1,60 @@
+"""GR00T N1.6: Eagle's SigLIP-2 and Qwen3 up to its 16th layer, and the GR00T head.
+
+Facts: NVIDIA/Isaac-GR00T ``eagle_backbone.py``: the features are the last kept layer's output AFTER the final norm.
+
+Axes: B samples, V views, L tokens, C width of the language model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from vlaforge.data.schema import Batch
+from vlaforge.models.base import BlockGroup
+from vlaforge.models.groot.policy import GrootPolicy, patches_of
+from vlaforge.models.groot_n1_6.config import ModelConfig
+from vlaforge.models.towers.qwen3 import Qwen3, place_images
+from vlaforge.models.towers.siglip2 import PixelShuffleProjector, Siglip2
+
+
+class Model(GrootPolicy):
+    """Positions are the columns of the padded text, as published.
+
+    Instead of `images` a batch may hold `patches` [B, V, N, 3·patch²] and `grids` [B, V, 2]: views of several sizes.
+    """
+
+    family = "groot_n1_6"
+    config: ModelConfig
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        self.vision = Siglip2(config.vision)
+        self.projector = PixelShuffleProjector(config.vision.width, config.vision.merge, config.text.width)
+        self.language = Qwen3(config.text)
+
+    @classmethod
+    def vocabulary(cls, config: ModelConfig) -> int:
+        return config.text.vocab_size
+
+    def encode(self, batch: Batch) -> tuple[Tensor, Tensor, int | None]:
+        tokens_BL = batch["tokens"]
+        patches_MNP, grid, padded = patches_of(batch, self.vision, self.config.image_size)
+        features_MJC = self.projector(self.vision(patches_MNP, grid, padded))
+        b, length = tokens_BL.shape
+        valid_BF = grid.valid_MN[:, :: self.config.vision.merge**2].reshape(b, -1) if padded else None
+        image_BL = tokens_BL == self.config.image_token
+        features_BFC = features_MJC.reshape(b, -1, features_MJC.shape[-1])
+        x_BLC = place_images(self.language.tokens(tokens_BL), features_BFC, image_BL, valid_BF)
+        positions_BL = torch.arange(length, device=tokens_BL.device).expand(b, -1)
+        x_BLC = self.language.norm(self.language(x_BLC, positions_BL, batch["token_mask"]))
+        return x_BLC, image_BL, None if padded else features_BFC.shape[1]
+
+    def backbone_blocks(self) -> list[BlockGroup]:
+        return [
+            BlockGroup("vision.layers", tuple(f"vision.layers.{i}" for i in range(self.config.vision.layers))),
+            BlockGroup("language.layers", tuple(f"language.layers.{i}" for i in range(self.config.text.layers))),
+        ]
+
+    def towers(self) -> dict[str, list[str]]:
+        backbone = ["vision", "projector", "language"]
+        return {"vision": backbone[:2], "language": ["language"], "backbone": backbone, "expert": ["head"]}
