@@ -51,10 +51,12 @@ def _kept(used: torch.Tensor, rule: Trim) -> torch.Tensor | None:
     """Indices that stay along the axis (at least one), or None when all do."""
     count = len(used)
     held = torch.nonzero(used)[:, 0]
-    if rule.keep == "prefix":
-        length = int(held[-1]) + 1 if len(held) else 1
+    if rule.keep in ("prefix", "suffix"):
+        length = 1
+        if len(held):
+            length = int(held[-1]) + 1 if rule.keep == "prefix" else count - int(held[0])
         length = min(count, -(-length // rule.multiple) * rule.multiple)
-        held = torch.arange(length)
+        held = torch.arange(length) if rule.keep == "prefix" else torch.arange(count - length, count)
     elif not len(held):
         held = torch.zeros(1, dtype=torch.int64)
     return None if len(held) == count else held

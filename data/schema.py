@@ -129,12 +129,13 @@ class Trim:
         cut: (field, axis) pairs that are cut; axis counts the batch axis as 0. The mask itself is cut only if it is
             among them (a model that must know how many slots there were keeps it whole).
         keep: ``"prefix"`` when valid entries stand in front (right padding: cut to the longest, rounded up to
-            `multiple`), ``"any"`` when entries may be dropped anywhere (camera slots).
+            `multiple`), ``"suffix"`` when they stand at the end (left padding), ``"any"`` when entries may be
+            dropped anywhere (camera slots).
     """
 
     mask: str
     cut: tuple[tuple[str, int], ...]
-    keep: Literal["prefix", "any"]
+    keep: Literal["prefix", "suffix", "any"]
     multiple: int = 1
 
 
