@@ -6,7 +6,7 @@ Axes: B samples, H action horizon, A action dimensions.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,7 +82,7 @@ class EmbodiedModel(nn.Module, ABC):
     def loss(self, batch: Batch, draw: Draw) -> Losses:
         """The training loss. Pure: the same batch and draw give the same result, on any rank."""
 
-    def encode(self, batch: Batch) -> Batch:
+    def encode_frozen(self, batch: Batch) -> Batch:
         """The frozen start of a step: the batch with what frozen encoders read (pixels, token ids) replaced by what they
         make of it. It uses no trained weight, records no gradient, and returns an encoded batch as it is. `loss` and
         `act` call it themselves; the `overlap` pass calls it earlier, for the next batch, on a stream of its own."""
@@ -109,6 +109,12 @@ class EmbodiedModel(nn.Module, ABC):
         """Path patterns (fnmatch) of modules whose weights stay fp32 when the rest is bf16."""
         return []
 
-    def forward(self, batch: Batch, draw: Draw) -> Losses:
-        """`loss`; wrappers (DDP, FSDP) hook `forward`, so the trainer calls the model, not the method."""
-        return self.loss(batch, draw)
+    def forward(
+        self,
+        batch: Batch,
+        draw: Draw,
+        objective: Callable[[EmbodiedModel, Batch, Draw], Losses] | None = None,
+    ) -> Losses:
+        """`loss`, or `objective(self, batch, draw)`; wrappers (DDP, FSDP) hook `forward`, so the trainer calls the
+        model, not the method."""
+        return self.loss(batch, draw) if objective is None else objective(self, batch, draw)
