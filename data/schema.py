@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -78,7 +78,7 @@ class Minibatch:
     """What the loader yields: the fields, the randomness, and which samples they are.
 
     `ids` [B] are global sample numbers, int64 on the CPU; `epoch` is theirs. `waited_s` is how long the consumer
-    stood still for it.
+    stood still for it. `stream` names the data stream it is from, in a run that has several.
     """
 
     batch: Batch
@@ -86,14 +86,14 @@ class Minibatch:
     ids: Tensor
     epoch: int = 0
     waited_s: float = 0.0
+    stream: str = ""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Minibatch:
-        return Minibatch(
-            self.batch.to(device, non_blocking), self.draw.to(device, non_blocking), self.ids, self.epoch, self.waited_s
-        )
+        batch, draw = (fields.to(device, non_blocking) for fields in (self.batch, self.draw))
+        return replace(self, batch=batch, draw=draw)
 
     def pin_memory(self) -> Minibatch:
-        return Minibatch(self.batch.pin_memory(), self.draw.pin_memory(), self.ids, self.epoch, self.waited_s)
+        return replace(self, batch=self.batch.pin_memory(), draw=self.draw.pin_memory())
 
 
 # ---------------------------------------------------------------------------------------------------- contract
