@@ -1,0 +1,26 @@
+"""Fixtures shared by all areas, and a path without the repository's root (see test_namespace.py)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+ROOT = Path(__file__).resolve().parents[1]
+# `python -m pytest` puts the working folder there, and our folders would pass for packages of the same names.
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def metaworld() -> Path:
+    """The bundled LeRobot v3.0 dataset: 6 episodes, 453 frames, two cameras."""
+    return ROOT / "data" / "samples" / "metaworld_v30"
