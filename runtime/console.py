@@ -1,10 +1,9 @@
 """What a person sees while a run goes on: one live line in a terminal, plain lines in a pipe.
 
 console = Console()
-console.say("Dataset ...")                   a line of its own
+console.say("Dataset ...")                             a line of its own
 with console.progress(total=400, done=0) as progress:
-        progress.update(step, metrics)           loss, samples/s, wait for data, time left
-    data
+    progress.update(step, metrics)                     loss, samples/s, wait for data, time left
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def imports(path: Path, top_level_only: bool = False) -> Iterator[str]:
 
 
 def _at_import_time(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Statements that run when the module is imported, without those under ``if TYPE_CHECKING`` and ``try``."""
+    """Statements that run when the module is imported, but those under ``if`` and ``try``."""
     for node in tree.body:
         yield node
         if isinstance(node, ast.ClassDef):
