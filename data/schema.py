@@ -108,8 +108,8 @@ class Field:
         dtype: of the tensor that reaches the model.
         axes: one letter an axis of `shape` (without B), e.g. ``"VCHW"``; for messages and for `trim`.
         low, high: range of synthetic values (inclusive low, exclusive high for integers).
-        mask_of: this field is the validity mask (bool) of axis `mask_axis` in the named fields.
         observation: part of what `act` needs (targets and their masks are not).
+        free: letters of `axes` whose size may be any (raw camera frames, which the model resizes).
     """
 
     shape: tuple[int, ...]
@@ -118,6 +118,7 @@ class Field:
     low: float = 0.0
     high: float = 1.0
     observation: bool = True
+    free: str = ""
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,8 @@ class Contract:
             if value.ndim != len(spec.shape) + 1:
                 raise ValueError(f"'{name}' has shape {tuple(value.shape)}; expected [B, {', '.join(map(str, spec.shape))}]")
             for axis, (got, want) in enumerate(zip(value.shape[1:], spec.shape), start=1):
-                fits = got <= want if (name, axis) in loose else got == want
+                free = spec.axes[axis - 1] in spec.free
+                fits = free or (got <= want if (name, axis) in loose else got == want)
                 if not fits:
                     raise ValueError(
                         f"'{name}' has shape {tuple(value.shape)}; expected [B, {', '.join(map(str, spec.shape))}]"
