@@ -1,7 +1,7 @@
-"""Learning-rate schedules as functions of a step tensor: float64 on the device, a captured step needs no host.
+"""Learning-rate schedules as functions of a step tensor: float64 on the device, so a step needs no host.
 
-A schedule gives each parameter group its rate at step s (0 is the first update), with W = warm-up steps, T = the
-step at which decay ends, base and floor [G] the group's own rates:
+A schedule gives each parameter group its rate at step s (0 is the first update), with W = warm-up steps,
+T = the step at which decay ends, base and floor [G] the group's own rates:
 
     warm-up (most styles)        base · s / W                                            s < W
     linear                       base · (T - s) / (T - W)
@@ -11,15 +11,16 @@ step at which decay ends, base and floor [G] the group's own rates:
     inverse_sqrt                 base / sqrt(s / W),                   W or 10000 when there is no warm-up
     cosine_with_min_lr           floor + (base - floor) · ½(1 + cos πp)
     cosine_warmup_with_min_lr    warm-up base · (s + 1) / W, then the same with p = (s + 1 - W) / (T - W)
-    lambda_linear                base · f, f linear from f_start to f_max over W, then to f_min at a cycle's end
+    lambda_linear                base · f, f from f_start to f_max over W, then to f_min at a cycle's end
     constant, constant_with_warmup
     openpi_cosine                warm-up from base / (W + 1), then as cosine_with_min_lr
     lerobot_cosine               the same warm-up, then p = s / T: decay counts the warm-up's steps as well
 
-All but the last two and lambda_linear are those of `transformers.optimization` (5.x) up to step T. Past T, where its
-cosine climbs again, ours stays at the end value. `floor` is an absolute rate; each group keeps its own.
-`lambda_linear` repeats: past one cycle the next begins, warm-up included. Sources of the last two: openpi's
-train_pytorch.py and lerobot's CosineDecayWithWarmup (which also shrinks W and T when the run is shorter than T).
+All but the last two and lambda_linear are those of `transformers.optimization` (5.x) up to step T. Past T,
+where its cosine climbs again, ours stays at the end value. `floor` is an absolute rate; each group keeps its
+own. `lambda_linear` repeats: past one cycle the next begins, warm-up included. Sources of the last two:
+openpi's train_pytorch.py and lerobot's CosineDecayWithWarmup (which also shrinks W and T when the run is
+shorter than T).
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ STYLES: dict[str, Callable[[Schedule, Tensor, Tensor, Tensor], Tensor]] = {
 
 
 def fit_to_run(schedule: Schedule, train_iters: int) -> Schedule:
-    """lerobot's rule: a run shorter than the decay shrinks the warm-up in proportion and decays over its length."""
+    """lerobot's rule: a run shorter than the decay shrinks warm-up in proportion and decays to its end."""
     if schedule.style != "lerobot_cosine" or train_iters >= schedule.total:
         return schedule
     return replace(schedule, warmup=int(schedule.warmup * train_iters / schedule.total), total=train_iters)

@@ -1,0 +1,61 @@
+"""Optimisers by name: each is an algorithm and the executor that runs it; see `base` for how they work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vlaforge.data.errors import unknown
+from vlaforge.runtime.optim.base import Executor, Group, Hyper, Leaf, Optimizer
+from vlaforge.runtime.optim.external import APEX, TRANSFORMER_ENGINE, ExternalAdam
+from vlaforge.runtime.optim.forge import ForgeAdam
+from vlaforge.runtime.optim.fused import TorchFusedAdam
+from vlaforge.runtime.optim.plain import PlainAdam, PlainSGD
+
+__all__ = ["NAMES", "Group", "Hyper", "Leaf", "Optimizer", "build_optimizer", "executor"]
+
+ADAM = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a name of `--optimizer` means."""
+
+    keys: tuple[str, ...]
+    executor: Callable[[], Executor]
+
+
+NAMES: dict[str, Choice] = {
+    "AdamW": Choice(ADAM, lambda: PlainAdam(decoupled=True)),
+    "TorchFusedAdamW": Choice(ADAM, lambda: TorchFusedAdam(decoupled=True)),
+    "TEFusedAdamW": Choice(ADAM, lambda: ExternalAdam(TRANSFORMER_ENGINE, "TEFusedAdamW")),
+    "ApexFusedAdamW": Choice(ADAM, lambda: ExternalAdam(APEX, "ApexFusedAdamW")),
+    "ForgeAdamW": Choice(ADAM, ForgeAdam),
+    "Adam": Choice(ADAM, lambda: PlainAdam(decoupled=False)),
+    "SGD": Choice((), PlainSGD),
+}
+
+
+def executor(name: str) -> Executor:
+    """The executor behind a name of `--optimizer`, to swap into an optimiser with the same state."""
+    if name not in NAMES:
+        raise unknown("optimiser", name, NAMES)
+    return NAMES[name].executor()
+
+
+def build_optimizer(
+    name: str, groups: Sequence[Group], hyper: Hyper | None = None, master_weights: bool = True
+) -> Optimizer:
+    """The optimiser called `name` over `groups`. UserError for an unknown one, or one whose library is
+    absent."""
+    run = executor(name)
+    hyper = hyper or Hyper()
+    keys = ("momentum",) if name == "SGD" and hyper.momentum > 0 else NAMES[name].keys
+    return Optimizer(groups, keys, run, hyper, master_weights)
+
+
+def low_precision_without_masters(optimizer: Optimizer) -> bool:
+    """Whether updates are rounded to bf16 or fp16 weights directly, where small ones vanish."""
+    return any(leaf.master is None and leaf.param.dtype != torch.float32 for leaf in optimizer.leaves)
