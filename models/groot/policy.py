@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from vlaforge.data.schema import Batch, Contract, Draw, DrawSpec, Field, Trim
 from vlaforge.models.action.groot import Context, ContextConfig, DiTConfig, GrootHead, HeadConfig
 from vlaforge.models.base import BlockGroup, EmbodiedModel, Losses, LossTerm
+from vlaforge.models.towers.qwen3 import Qwen3
 from vlaforge.models.towers.qwen3_vision import PatchGrid
 
 
@@ -128,6 +129,20 @@ def patches_of(batch: Batch, vision: nn.Module, image_size: int) -> tuple[Tensor
     return patches_MNP, PatchGrid.of(sizes_M2, patches_MNP.shape[1], merge), False
 
 
+@dataclass(frozen=True)
+class Embedded:
+    """What a backbone's language model starts from.
+
+    `image_tokens` is the number of image tokens of every sample where it is known beforehand, else None.
+    `deepstack[i]` is added behind layer i.
+    """
+
+    x_BLC: Tensor
+    image_BL: Tensor
+    image_tokens: int | None
+    deepstack: list[Tensor] = field(default_factory=list)
+
+
 class GrootPolicy(EmbodiedModel):
     """Batch: images, tokens, token_mask, state, embodiment, actions, action_mask (and the backbone's own fields)."""
 
@@ -140,9 +155,63 @@ class GrootPolicy(EmbodiedModel):
         self.salts: Iterator[int] = count()
         self.head = GrootHead(config.head(), self.salts)
 
+    language: Qwen3
+
     @abstractmethod
-    def encode(self, batch: Batch) -> tuple[Tensor, Tensor, int | None]:
-        """(features [B, L, width], image positions bool [B, L], image tokens a sample when that is static)."""
+    def embed(self, batch: Batch) -> Embedded:
+        """Vision tower and token embedding: what the language model starts from."""
+
+    def positions(self, batch: Batch) -> Tensor:
+        """Rotary positions of the tokens: the columns of the padded text, unless the batch brings its own."""
+        if "positions" in batch:
+            return batch["positions"]
+        b, length = batch["token_mask"].shape
+        return torch.arange(length, device=batch["token_mask"].device).expand(b, -1)
+
+    def finish(self, hidden_BLC: Tensor) -> Tensor:
+        """The last kept layer's output → features."""
+        return hidden_BLC
+
+    @property
+    def frozen_layers(self) -> int:
+        """How many of the language model's layers, with all before them, are never trained."""
+        config = self.config
+        if config.tune_visual or config.tune_llm:
+            return 0
+        return config.select_layer - config.tune_top_llm_layers
+
+    def encode(self, batch: Batch) -> Batch:
+        """Runs the frozen layers: `hidden` [B, L, C] and `image_positions` [B, L] take the place of the images.
+
+        Views of several sizes (`patches`) are left to `loss`, which needs their number.
+        """
+        if "hidden" in batch or "patches" in batch or not self.frozen_layers:
+            return batch
+        with torch.no_grad():
+            start = self.embed(batch)
+            hidden_BLC = self.language(
+                start.x_BLC, self.positions(batch), batch["token_mask"], start.deepstack, last=self.frozen_layers
+            )
+        rest = {name: value for name, value in batch.items() if name not in ("images", "tokens")}
+        return Batch(rest, hidden=hidden_BLC, image_positions=start.image_BL)
+
+    def features(self, batch: Batch) -> tuple[Tensor, Tensor, int | None]:
+        """(features [B, L, C], image positions bool [B, L], image tokens a sample when that number is static)."""
+        batch = self.encode(batch)
+        if "hidden" in batch:
+            start, first = Embedded(batch["hidden"], batch["image_positions"], self.image_tokens), self.frozen_layers
+        else:
+            start, first = self.embed(batch), 0
+        hidden_BLC = self.language(
+            start.x_BLC, self.positions(batch), batch["token_mask"], start.deepstack, first=first
+        )
+        return self.finish(hidden_BLC), start.image_BL, start.image_tokens
+
+    @property
+    def image_tokens(self) -> int:
+        """Image tokens of a sample with all its views, at the config's image size."""
+        vision = self.config.vision
+        return self.config.num_views * (self.config.image_size // vision.patch // vision.merge) ** 2
 
     @abstractmethod
     def backbone_blocks(self) -> list[BlockGroup]:
@@ -191,7 +260,7 @@ class GrootPolicy(EmbodiedModel):
         return (time_B.float() * self.config.num_timestep_buckets).floor()
 
     def read(self, batch: Batch, seed_B: Tensor | None = None) -> Context:
-        features_BLC, image_BL, image_tokens = self.encode(batch)
+        features_BLC, image_BL, image_tokens = self.features(batch)
         return self.head.read_context(features_BLC, batch["token_mask"], image_BL, image_tokens, seed_B)
 
     def loss(self, batch: Batch, draw: Draw) -> Losses:

@@ -7,11 +7,10 @@ Axes: B samples, V views, L tokens, C width of the language model.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from vlaforge.data.schema import Batch
 from vlaforge.models.base import BlockGroup
-from vlaforge.models.groot.policy import GrootPolicy, patches_of
+from vlaforge.models.groot.policy import Embedded, GrootPolicy, patches_of
 from vlaforge.models.groot_n1_6.config import ModelConfig
 from vlaforge.models.towers.qwen3 import Qwen3, place_images
 from vlaforge.models.towers.siglip2 import PixelShuffleProjector, Siglip2
@@ -36,18 +35,19 @@ class Model(GrootPolicy):
     def vocabulary(cls, config: ModelConfig) -> int:
         return config.text.vocab_size
 
-    def encode(self, batch: Batch) -> tuple[Tensor, Tensor, int | None]:
+    def embed(self, batch: Batch) -> Embedded:
         tokens_BL = batch["tokens"]
         patches_MNP, grid, padded = patches_of(batch, self.vision, self.config.image_size)
         features_MJC = self.projector(self.vision(patches_MNP, grid, padded))
-        b, length = tokens_BL.shape
+        b = tokens_BL.shape[0]
         valid_BF = grid.valid_MN[:, :: self.config.vision.merge**2].reshape(b, -1) if padded else None
         image_BL = tokens_BL == self.config.image_token
         features_BFC = features_MJC.reshape(b, -1, features_MJC.shape[-1])
         x_BLC = place_images(self.language.tokens(tokens_BL), features_BFC, image_BL, valid_BF)
-        positions_BL = torch.arange(length, device=tokens_BL.device).expand(b, -1)
-        x_BLC = self.language.norm(self.language(x_BLC, positions_BL, batch["token_mask"]))
-        return x_BLC, image_BL, None if padded else features_BFC.shape[1]
+        return Embedded(x_BLC, image_BL, None if padded else self.image_tokens)
+
+    def finish(self, hidden_BLC: Tensor) -> Tensor:
+        return self.language.norm(hidden_BLC)
 
     def backbone_blocks(self) -> list[BlockGroup]:
         return [

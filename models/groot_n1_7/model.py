@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from vlaforge.data.schema import Batch, Field
 from vlaforge.models.base import BlockGroup
-from vlaforge.models.groot.policy import GrootPolicy, patches_of
+from vlaforge.models.groot.policy import Embedded, GrootPolicy, patches_of
 from vlaforge.models.groot_n1_7.config import ModelConfig
 from vlaforge.models.towers.qwen3 import Qwen3, place_images
 from vlaforge.models.towers.qwen3_vision import Qwen3Vision
@@ -43,7 +43,7 @@ class Model(GrootPolicy):
     def backbone_fields(cls, config: ModelConfig) -> dict[str, Field]:
         return {"positions": Field((3, config.max_token_len), torch.int64, "PL", 0, config.max_token_len)}
 
-    def encode(self, batch: Batch) -> tuple[Tensor, Tensor, int | None]:
+    def embed(self, batch: Batch) -> Embedded:
         tokens_BL = batch["tokens"]
         patches_MNP, grid, padded = patches_of(batch, self.vision, self.config.image_size)
         merged_MJC, deepstack = self.vision(patches_MNP, grid, padded)
@@ -56,9 +56,13 @@ class Model(GrootPolicy):
             return place_images(onto, features_MJC.reshape(b, -1, features_MJC.shape[-1]), image_BL, valid_BF)
 
         added = [place(torch.zeros_like(x_BLC), features) for features in deepstack]
-        x_BLC = self.language(place(x_BLC, merged_MJC), batch["positions"], batch["token_mask"], added)
-        image_tokens = None if padded else merged_MJC.shape[0] // b * merged_MJC.shape[1]
-        return x_BLC, image_BL, image_tokens
+        return Embedded(place(x_BLC, merged_MJC), image_BL, None if padded else self.image_tokens, added)
+
+    @property
+    def frozen_layers(self) -> int:
+        # DeepStack's outputs are added behind the first layers: those run together or not at all.
+        layers = super().frozen_layers
+        return layers if layers >= len(self.config.vision.deepstack) else 0
 
     def backbone_blocks(self) -> list[BlockGroup]:
         return [

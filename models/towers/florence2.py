@@ -16,7 +16,7 @@ from itertools import count
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from vlaforge.models.blocks.attention import attention
+from vlaforge.models.blocks.attention import QKV, attention, merge_heads
 from vlaforge.models.blocks.dropout import Dropout
 
 
@@ -243,10 +243,7 @@ class BartLayer(nn.Module):
     def __init__(self, config: BartConfig, salts: Iterator[int]):
         super().__init__()
         width = config.width
-        self.heads = config.heads
-        self.q_proj = nn.Linear(width, width)
-        self.k_proj = nn.Linear(width, width)
-        self.v_proj = nn.Linear(width, width)
+        self.qkv = QKV(width, config.heads, config.heads, width // config.heads, bias=True)
         self.out_proj = nn.Linear(width, width)
         self.norm1 = nn.LayerNorm(width, eps=config.eps)
         self.fc1 = nn.Linear(width, config.mlp)
@@ -258,12 +255,8 @@ class BartLayer(nn.Module):
         self.drop_attention = Dropout(config.attention_dropout, next(salts))
 
     def forward(self, x_BTD: Tensor, seed_B: Tensor | None) -> Tensor:
-        b, t, d = x_BTD.shape
-        q, k, v = (
-            proj(x_BTD).view(b, t, self.heads, d // self.heads).transpose(1, 2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        mixed_BTD = dropout_attention(q, k, v, self.drop_attention, seed_B).transpose(1, 2).reshape(b, t, d)
+        q, k, v = self.qkv(x_BTD)
+        mixed_BTD = merge_heads(dropout_attention(q, k, v, self.drop_attention, seed_B))
         x_BTD = self.norm1(x_BTD + self.drop1(self.out_proj(mixed_BTD), seed_B))
         hidden = self.drop_activation(F.gelu(self.fc1(x_BTD)), seed_B)
         return self.norm2(x_BTD + self.drop2(self.fc2(hidden), seed_B))

@@ -8,14 +8,15 @@ Axes: B samples, T tokens, D width, H query heads, G key/value heads, K head wid
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from vlaforge.models.blocks.attention import Mask, attention
+from vlaforge.models.blocks.attention import QKV, Attention, Mask, merge_heads
 from vlaforge.models.blocks.mlp import GatedMLP
 from vlaforge.models.blocks.norms import RMSNorm
-from vlaforge.models.blocks.rotary import apply_rotary
+from vlaforge.models.blocks.rotary import Rotary
 
 
 @dataclass(frozen=True)
@@ -40,25 +41,18 @@ class Qwen3Attention(nn.Module):
 
     def __init__(self, config: Qwen3Config):
         super().__init__()
-        width, k = config.width, config.head_dim
-        self.head_dim = k
-        self.q_proj = nn.Linear(width, config.heads * k, bias=False)
-        self.k_proj = nn.Linear(width, config.kv_heads * k, bias=False)
-        self.v_proj = nn.Linear(width, config.kv_heads * k, bias=False)
-        self.o_proj = nn.Linear(config.heads * k, width, bias=False)
-        self.q_norm = RMSNorm(k, config.eps)
-        self.k_norm = RMSNorm(k, config.eps)
+        self.qkv = QKV(config.width, config.heads, config.kv_heads, config.head_dim)
+        self.q_norm = RMSNorm(config.head_dim, config.eps)
+        self.k_norm = RMSNorm(config.head_dim, config.eps)
+        self.rotary = Rotary()
+        self.attention = Attention()
+        self.o_proj = nn.Linear(config.heads * config.head_dim, config.width, bias=False)
 
-    def forward(self, x_BTD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, mask: Mask) -> Tensor:
-        def heads(x: Tensor) -> Tensor:
-            return x.unflatten(-1, (-1, self.head_dim))
-
-        q_BHTK = self.q_norm(heads(self.q_proj(x_BTD))).transpose(1, 2)
-        k_BGTK = self.k_norm(heads(self.k_proj(x_BTD))).transpose(1, 2)
-        v_BGTK = heads(self.v_proj(x_BTD)).transpose(1, 2)
-        q_BHTK = apply_rotary(q_BHTK, cos_BTK, sin_BTK)
-        k_BGTK = apply_rotary(k_BGTK, cos_BTK, sin_BTK)
-        return self.o_proj(attention(q_BHTK, k_BGTK, v_BGTK, mask).transpose(1, 2).flatten(2))
+    def forward(self, x_BTD: Tensor, cos_BTJ: Tensor, sin_BTJ: Tensor, mask: Mask) -> Tensor:
+        q_BHTK, k_BGTK, v_BGTK = self.qkv(x_BTD)
+        q_BHTK = self.rotary(self.q_norm(q_BHTK), cos_BTJ, sin_BTJ)
+        k_BGTK = self.rotary(self.k_norm(k_BGTK), cos_BTJ, sin_BTJ)
+        return self.o_proj(merge_heads(self.attention(q_BHTK, k_BGTK, v_BGTK, mask)))
 
 
 class Qwen3Layer(nn.Module):
@@ -71,8 +65,8 @@ class Qwen3Layer(nn.Module):
         self.post_norm = RMSNorm(config.width, config.eps)
         self.mlp = GatedMLP(config.width, config.mlp, "silu")
 
-    def forward(self, x_BTD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, mask: Mask) -> Tensor:
-        x_BTD = x_BTD + self.attn(self.input_norm(x_BTD), cos_BTK, sin_BTK, mask)
+    def forward(self, x_BTD: Tensor, cos_BTJ: Tensor, sin_BTJ: Tensor, mask: Mask) -> Tensor:
+        x_BTD = x_BTD + self.attn(self.input_norm(x_BTD), cos_BTJ, sin_BTJ, mask)
         return x_BTD + self.mlp(self.post_norm(x_BTD))
 
 
@@ -87,7 +81,7 @@ class Qwen3(nn.Module):
         self.norm = RMSNorm(config.width, config.eps)
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, fp32 [B, T, K], for positions [B, T], or [B, 3, T] (time, row, column) with M-RoPE."""
+        """cos and sin, fp32 [B, T, K/2], for positions [B, T], or [B, 3, T] (time, row, column) with M-RoPE."""
         config = self.config
         half = config.head_dim // 2
         exponent = torch.arange(half, dtype=torch.float32, device=positions.device) / half
@@ -102,18 +96,25 @@ class Qwen3(nn.Module):
             row = (j % 3 == 1) & (j < 3 * config.mrope[1])
             column = (j % 3 == 2) & (j < 3 * config.mrope[2])
             angle_BTJ = torch.where(row, angle_B3TJ[:, 1], torch.where(column, angle_B3TJ[:, 2], angle_B3TJ[:, 0]))
-        angle_BTK = torch.cat([angle_BTJ, angle_BTJ], dim=-1)
-        return angle_BTK.cos(), angle_BTK.sin()
+        return angle_BTJ.cos(), angle_BTJ.sin()
 
-    def forward(self, x_BTD: Tensor, positions: Tensor, valid_BT: Tensor, deepstack: list[Tensor] = ()) -> Tensor:
-        """Embeddings → the last layer's output, before the final norm.
+    def forward(
+        self,
+        x_BTD: Tensor,
+        positions: Tensor,
+        valid_BT: Tensor,
+        deepstack: Sequence[Tensor] = (),
+        first: int = 0,
+        last: int | None = None,
+    ) -> Tensor:
+        """Embeddings (or the output of layer `first` - 1) → the output of layer `last` - 1, before the final norm.
 
         `deepstack[i]` [B, T, D] is added to layer i's output (zero where there is no image).
         """
-        cos_BTK, sin_BTK = self.rotary(positions)
+        cos_BTJ, sin_BTJ = self.rotary(positions)
         mask = Mask.causal_padding(valid_BT)
-        for i, layer in enumerate(self.layers):
-            x_BTD = layer(x_BTD, cos_BTK, sin_BTK, mask)
+        for i in range(first, len(self.layers) if last is None else last):
+            x_BTD = self.layers[i](x_BTD, cos_BTJ, sin_BTJ, mask)
             if i < len(deepstack):
                 x_BTD = x_BTD + deepstack[i]
         return x_BTD

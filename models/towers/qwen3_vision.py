@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from vlaforge.models.blocks.attention import Mask, attention
-from vlaforge.models.blocks.rotary import apply_rotary
+from vlaforge.models.blocks.attention import Attention, Mask, merge_heads
+from vlaforge.models.blocks.mlp import MLP
+from vlaforge.models.blocks.rotary import Rotary
 
 
 @dataclass(frozen=True)
@@ -69,17 +70,17 @@ class Qwen3VisionBlock(nn.Module):
         self.heads = config.heads
         self.norm1 = nn.LayerNorm(width, eps=config.eps)
         self.qkv = nn.Linear(width, 3 * width)
+        self.rotary = Rotary()
+        self.attention = Attention()
         self.proj = nn.Linear(width, width)
         self.norm2 = nn.LayerNorm(width, eps=config.eps)
-        self.fc1 = nn.Linear(width, config.mlp)
-        self.fc2 = nn.Linear(config.mlp, width)
+        self.mlp = MLP(width, config.mlp, "gelu_tanh")
 
-    def forward(self, x_MND: Tensor, cos_MNK: Tensor, sin_MNK: Tensor, mask: Mask | None) -> Tensor:
-        qkv = self.qkv(self.norm1(x_MND)).unflatten(-1, (3, self.heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        mixed = attention(apply_rotary(q, cos_MNK, sin_MNK), apply_rotary(k, cos_MNK, sin_MNK), v, mask)
-        x_MND = x_MND + self.proj(mixed.transpose(1, 2).flatten(2))
-        return x_MND + self.fc2(F.gelu(self.fc1(self.norm2(x_MND)), approximate="tanh"))
+    def forward(self, x_MND: Tensor, cos_MNJ: Tensor, sin_MNJ: Tensor, mask: Mask | None) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x_MND)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = self.attention(self.rotary(q, cos_MNJ, sin_MNJ), self.rotary(k, cos_MNJ, sin_MNJ), v, mask)
+        x_MND = x_MND + self.proj(merge_heads(mixed))
+        return x_MND + self.mlp(self.norm2(x_MND))
 
 
 class PatchMerger(nn.Module):
@@ -150,22 +151,22 @@ class Qwen3Vision(nn.Module):
         return parts[0] + parts[1] + parts[2] + parts[3]
 
     def rotary(self, grid: PatchGrid) -> tuple[Tensor, Tensor]:
-        """fp32 [M, N, K]: a quarter of the head turns by the row, a quarter by the column, then the same again."""
+        """fp32 [M, N, K/2]: half of the frequencies turn by the row, half by the column."""
         quarter = self.config.width // self.config.heads // 4
         exponent = torch.arange(quarter, dtype=torch.float32, device=grid.rows_MN.device) / quarter
         frequency = 1.0 / self.config.theta**exponent
         angles = [index.float()[..., None] * frequency for index in (grid.rows_MN, grid.columns_MN)]
-        angle_MNK = torch.cat(angles + angles, dim=-1)
-        return angle_MNK.cos(), angle_MNK.sin()
+        angle_MNJ = torch.cat(angles, dim=-1)
+        return angle_MNJ.cos(), angle_MNJ.sin()
 
     def forward(self, patches_MNP: Tensor, grid: PatchGrid, padded: bool) -> tuple[Tensor, list[Tensor]]:
         """`padded`: some images have fewer patches than N, so attention masks the rest."""
         x_MND = self.patch_embed(patches_MNP.to(self.patch_embed.weight.dtype)) + self.embed_positions(grid)
-        cos_MNK, sin_MNK = self.rotary(grid)
+        cos_MNJ, sin_MNJ = self.rotary(grid)
         mask = Mask.padding(grid.valid_MN) if padded else None
         deepstack = []
         for i, block in enumerate(self.blocks):
-            x_MND = block(x_MND, cos_MNK, sin_MNK, mask)
+            x_MND = block(x_MND, cos_MNJ, sin_MNJ, mask)
             if i in self.config.deepstack:
                 deepstack.append(self.deepstack_mergers[self.config.deepstack.index(i)](x_MND))
         return self.merger(x_MND), deepstack

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from vlaforge.models.blocks.attention import Mask, attention
-from vlaforge.models.blocks.rotary import apply_rotary
+from vlaforge.models.blocks.attention import QKV, Attention, Mask, merge_heads
+from vlaforge.models.blocks.mlp import MLP
+from vlaforge.models.blocks.rotary import apply_rotary_pairs
 from vlaforge.models.towers.qwen3_vision import PatchGrid
 
 
@@ -43,27 +44,19 @@ class Siglip2Layer(nn.Module):
     def __init__(self, config: Siglip2Config):
         super().__init__()
         width = config.width
-        self.heads = config.heads
         self.norm1 = nn.LayerNorm(width, eps=config.eps)
-        self.q_proj = nn.Linear(width, width)
-        self.k_proj = nn.Linear(width, width)
-        self.v_proj = nn.Linear(width, width)
+        self.qkv = QKV(width, config.heads, config.heads, width // config.heads, bias=True)
+        self.attention = Attention()
         self.out_proj = nn.Linear(width, width)
         self.norm2 = nn.LayerNorm(width, eps=config.eps)
-        self.fc1 = nn.Linear(width, config.mlp)
-        self.fc2 = nn.Linear(config.mlp, width)
+        self.mlp = MLP(width, config.mlp, "gelu_tanh")
 
-    def forward(self, x_MND: Tensor, cos_MNK: Tensor | None, sin_MNK: Tensor | None, mask: Mask | None) -> Tensor:
-        normed = self.norm1(x_MND)
-        q, k, v = (
-            proj(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if cos_MNK is not None:
-            q = apply_rotary(q, cos_MNK, sin_MNK, interleaved=True)
-            k = apply_rotary(k, cos_MNK, sin_MNK, interleaved=True)
-        x_MND = x_MND + self.out_proj(attention(q, k, v, mask).transpose(1, 2).flatten(2))
-        return x_MND + self.fc2(F.gelu(self.fc1(self.norm2(x_MND)), approximate="tanh"))
+    def forward(self, x_MND: Tensor, cos_MNJ: Tensor | None, sin_MNJ: Tensor | None, mask: Mask | None) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x_MND))
+        if cos_MNJ is not None:
+            q, k = apply_rotary_pairs(q, cos_MNJ, sin_MNJ), apply_rotary_pairs(k, cos_MNJ, sin_MNJ)
+        x_MND = x_MND + self.out_proj(merge_heads(self.attention(q, k, v, mask)))
+        return x_MND + self.mlp(self.norm2(x_MND))
 
 
 class PoolingHead(nn.Module):
@@ -75,8 +68,7 @@ class PoolingHead(nn.Module):
         self.probe = nn.Parameter(torch.zeros(1, 1, width))
         self.attention = nn.MultiheadAttention(width, config.heads, batch_first=True)
         self.norm = nn.LayerNorm(width, eps=config.eps)
-        self.fc1 = nn.Linear(width, config.mlp)
-        self.fc2 = nn.Linear(config.mlp, width)
+        self.mlp = MLP(width, config.mlp, "gelu_tanh")
 
 
 class Siglip2(nn.Module):

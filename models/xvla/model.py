@@ -140,7 +140,7 @@ class Model(EmbodiedModel):
         # Views that no sample has stand last, and are not encoded; their zeros stay in the sequence.
         return Contract(fields, draws, (Trim("image_mask", (("images", 1),), keep="prefix"),))
 
-    def encode(self, batch: Batch, seed_B: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def features(self, batch: Batch, seed_B: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(text with view 0 [B, T, vlm width], the other views' tokens [B, T', vlm width])."""
         images_BVCHW, mask_BV = batch["images"], batch["image_mask"]
         b, given = images_BVCHW.shape[:2]
@@ -171,7 +171,7 @@ class Model(EmbodiedModel):
         actions_BHA = torch.where(mask_BHA, batch["actions"], zero)
         t = time_B[:, None, None]
         noisy_BHA = draw["noise"] * t + actions_BHA * (1 - t)
-        predicted_BHA = self.predict(noisy_BHA, batch, time_B, self.encode(batch, seed_B), seed_B)
+        predicted_BHA = self.predict(noisy_BHA, batch, time_B, self.features(batch, seed_B), seed_B)
         terms = self.space.losses(predicted_BHA, actions_BHA, mask_BHA)
         return Losses(terms, {"predicted": predicted_BHA.detach()})
 
@@ -181,7 +181,7 @@ class Model(EmbodiedModel):
     @torch.no_grad()
     def act(self, obs: Batch, draw: Draw, steps: int) -> Tensor:
         """Repeats x_t = t·noise + (1 - t)·action for t = 1 … 1/steps, always with the same noise."""
-        encoded = self.encode(obs)
+        encoded = self.features(obs)
         noise_BHA = draw["noise"]
         action_BHA = torch.zeros_like(noise_BHA)
         for i in range(steps, 0, -1):
