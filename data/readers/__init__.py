@@ -8,7 +8,9 @@ from pathlib import Path
 
 from vlaforge.data.dataset import Dataset
 from vlaforge.data.errors import UserError, unknown
+from vlaforge.data.readers.hdf5 import Options, open_recordings
 from vlaforge.data.readers.lerobot import LeRobotReader
+from vlaforge.data.schema import ACTION, STATE
 
 FORMATS = ("lerobot_datasets", "hdf5_datasets")
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
@@ -22,10 +24,12 @@ def open_dataset(
     episodes: Sequence[int] | str | None = None,
     split: str = "train",
     video_backend: str | None = None,
-    action_key: str = "action",
-    state_key: str = "observation.state",
+    action_key: str = ACTION,
+    state_key: str = STATE,
     language_key: str | None = None,
     image_layout: str | None = None,
+    hdf5_layout: str | None = None,
+    fps: float | None = None,
     open_videos: int = 64,
 ) -> Dataset:
     """Opens a dataset for reading. Nothing is ever written into its folder.
@@ -42,6 +46,8 @@ def open_dataset(
             joined.
         language_key: a column with the task as text or as task number; None takes ``task_index``.
         image_layout: ``hwc`` or ``chw``, where info.json leaves open which axis holds the channels.
+        hdf5_layout: ``aloha``, ``robomimic`` or ``agilex``; None finds out which it is.
+        fps: rows a second of HDF5 recordings, which seldom say.
         open_videos: video files kept open in each process.
 
     Raises:
@@ -63,7 +69,13 @@ def open_dataset(
             image_layout=image_layout,
             open_videos=open_videos,
         )
-    raise UserError("hdf5")
+    options = Options(
+        action_key=None if action_key == ACTION else action_key,
+        state_key=None if state_key == STATE else state_key,
+        language_key=language_key,
+        fps=fps,
+    )
+    return open_recordings(local_path(path), hdf5_layout, options, episodes, split)
 
 
 def local_path(path: str | Path) -> Path:
@@ -86,5 +98,6 @@ def local_path(path: str | Path) -> Path:
     except Exception as error:  # the hub's client raises many classes: offline, not found, gated, time-out
         cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"Dataset '{path}' is not a local folder, and the Hugging Face hub did not give it ({cause}). Without a network, copy it to this machine and give its path."
+            f"Dataset '{path}' is not a local folder, and the Hugging Face hub did not give it ({cause}). "
+            "Without a network, copy it to this machine and give its path."
         ) from None

@@ -18,9 +18,7 @@ def decode_picture(data: bytes | memoryview | np.ndarray, where: str) -> np.ndar
     try:
         with Image.open(BytesIO(bytes(data))) as picture:
             if picture.mode not in _EIGHT_BIT:
-                raise DecodeError(
-                    f"The picture of {where} has mode {picture.mode}; expected 8 bits a channel."
-                )
+                raise DecodeError(f"The picture of {where} has mode {picture.mode}; expected 8 bits a channel.")
             return np.asarray(picture.convert("RGB"))
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
         raise DecodeError(f"Cannot decode the picture of {where}: {error}") from error
@@ -35,7 +33,5 @@ def as_rgb(pixels: np.ndarray, layout: str, where: str) -> np.ndarray:
     if channels == 1:
         return np.repeat(pixels, 3, axis=-1)
     if channels not in (3, 4):
-        raise DecodeError(
-            f"The picture of {where} has shape {pixels.shape}; expected 1, 3 or 4 channels last."
-        )
+        raise DecodeError(f"The picture of {where} has shape {pixels.shape}; expected 1, 3 or 4 channels last.")
     return pixels if channels == 3 else np.ascontiguousarray(pixels[..., :3])

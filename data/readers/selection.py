@@ -31,9 +31,7 @@ def select(
     wanted = set(parse_ranges(splits[split]))
     chosen = [number for number in known if number in wanted]
     if not chosen:
-        raise UserError(
-            f"Split '{split}' ({splits[split]}) holds none of the dataset's {len(known)} episodes."
-        )
+        raise UserError(f"Split '{split}' ({splits[split]}) holds none of the dataset's {len(known)} episodes.")
     return chosen
 
 
@@ -45,9 +43,7 @@ def parse_ranges(text: str) -> list[int]:
         try:
             numbers += range(int(first), int(end)) if colon else [int(first)]
         except ValueError:
-            raise UserError(
-                f"Episodes '{text}' cannot be read: give numbers and ranges, such as 0:10,15."
-            ) from None
+            raise UserError(f"Episodes '{text}' cannot be read: give numbers and ranges, such as 0:10,15.") from None
     return numbers
 
 

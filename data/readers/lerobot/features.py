@@ -43,9 +43,7 @@ def parse_features(features: Mapping[str, Mapping[str, Any]], image_layout: str 
         height, width = (shape[0], shape[1]) if layout == "hwc" else (shape[1], shape[2])
         cameras[name] = Camera(name, int(height), int(width), kind)
         camera_keys[name], layouts[name] = key, layout
-    columns = {
-        key: entry for key, entry in features.items() if key not in keys and entry["dtype"] not in _PICTURES
-    }
+    columns = {key: entry for key, entry in features.items() if key not in keys and entry["dtype"] not in _PICTURES}
     return Features(cameras, camera_keys, layouts, columns)
 
 
@@ -75,9 +73,7 @@ def _layout(key: str, entry: Mapping[str, Any], asked: str | None) -> str:
     when both can."""
     shape, names = entry.get("shape") or (), entry.get("names")
     if len(shape) != 3:
-        raise UserError(
-            f"Camera '{key}' has shape {list(shape)} in info.json; expected height, width and channels."
-        )
+        raise UserError(f"Camera '{key}' has shape {list(shape)} in info.json; expected height, width and channels.")
     if isinstance(names, list) and len(names) == 3 and all(isinstance(name, str) for name in names):
         first, last = names[0].lower(), names[2].lower()
         if last.startswith("channel") or last in ("c", "rgb"):

@@ -61,9 +61,7 @@ class PictureStore:
         ends = self._ends.get(path)
         if ends is None:
             with pq.ParquetFile(self.root / path) as file:
-                counts = [
-                    file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)
-                ]
+                counts = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
             ends = self._ends[path] = list(accumulate(counts))
         group = bisect_right(ends, row)
         return group, row - (ends[group - 1] if group else 0)

@@ -96,9 +96,7 @@ class _V2(Layout):
         for line in read_lines(self.root / "meta/episodes.jsonl", ("episode_index", "length")):
             index, length = int(line.pop("episode_index")), int(line.pop("length"))
             where = {"episode_chunk": index // chunk_size, "episode_index": index}
-            videos = {
-                key: VideoPart(self._path("video", video_key=key, **where), 0, length) for key in video_keys
-            }
+            videos = {key: VideoPart(self._path("video", video_key=key, **where), 0, length) for key in video_keys}
             tasks = tuple(line.pop("tasks", None) or ())
             entries.append(Entry(index, length, start, tasks, self._path("data", **where), videos, line))
             start += length
@@ -153,18 +151,14 @@ class V30(Layout):
             data = self._path("data", chunk_index=row["data/chunk_index"], file_index=row["data/file_index"])
             extra = {key: value for key, value in row.items() if "/" not in key and key not in _EPISODE}
             start = row["dataset_from_index"]
-            entry = Entry(
-                row["episode_index"], row["length"], start, tuple(row["tasks"] or ()), data, videos, extra
-            )
+            entry = Entry(row["episode_index"], row["length"], start, tuple(row["tasks"] or ()), data, videos, extra)
             entries.append(entry)
         return entries
 
     def _episode_rows(self, video_keys: list[str]) -> list[dict[str, Any]]:
         wanted = [*_EPISODE, "data/chunk_index", "data/file_index"]
         wanted += [
-            f"videos/{key}/{name}"
-            for key in video_keys
-            for name in ("chunk_index", "file_index", "from_timestamp")
+            f"videos/{key}/{name}" for key in video_keys for name in ("chunk_index", "file_index", "from_timestamp")
         ]
         rows: list[dict[str, Any]] = []
         for path in sorted((self.root / "meta/episodes").glob("chunk-*/file-*.parquet")):
@@ -172,9 +166,7 @@ class V30(Layout):
             names = set(table.schema.names)
             missing = [name for name in wanted if name not in names and name != "tasks"]
             if missing:
-                raise UserError(
-                    f"{path} lacks the columns {', '.join(missing)} of LeRobot {self.version}: {CHECK}."
-                )
+                raise UserError(f"{path} lacks the columns {', '.join(missing)} of LeRobot {self.version}: {CHECK}.")
             table = table.select([name for name in table.schema.names if not name.startswith("stats/")])
             rows += [{"tasks": (), **row} for row in table.to_pylist()]
         if not rows:
@@ -191,13 +183,9 @@ class V30(Layout):
         path = self.root / "meta/tasks.parquet"
         table = read_table(path)
         texts = [name for name in table.schema.names if pa.types.is_string(table.schema.field(name).type)]
-        texts += [
-            name for name in table.schema.names if pa.types.is_large_string(table.schema.field(name).type)
-        ]
+        texts += [name for name in table.schema.names if pa.types.is_large_string(table.schema.field(name).type)]
         if "task_index" not in table.schema.names or not texts:
-            raise UserError(
-                f"{path} has columns {', '.join(table.schema.names)}; expected task_index and task."
-            )
+            raise UserError(f"{path} has columns {', '.join(table.schema.names)}; expected task_index and task.")
         text = "task" if "task" in texts else texts[0]
         return dict(zip(table["task_index"].to_pylist(), table[text].to_pylist()))
 

@@ -61,9 +61,7 @@ class LeRobotReader(Dataset):
         self.video = self._probe(video_backend)
         self.notes = [self.video.note] if self.video else []
         self._pool = VideoPool(self.video.backend if self.video else "", float(info["fps"]), open_videos)
-        self._pictures = PictureStore(
-            path, {self.features.camera_keys[n]: x for n, x in self.features.layouts.items()}
-        )
+        self._pictures = PictureStore(path, {self.features.camera_keys[n]: x for n, x in self.features.layouts.items()})
         self.info = self._describe(info)
 
     # ------------------------------------------------------------------------------------------------ opening
@@ -221,17 +219,13 @@ class LeRobotReader(Dataset):
         if self.features.cameras[name].kind == "video":
             pictures = self._video_frames(key, places, [steps for steps, _ in windows])
         else:
-            pictures = [
-                self._stored_frames(key, number, steps) for (number, _), (steps, _) in zip(places, windows)
-            ]
+            pictures = [self._stored_frames(key, number, steps) for (number, _), (steps, _) in zip(places, windows)]
         for sample, frames, (_, pad) in zip(samples, pictures, windows):
             sample[IMAGES + name] = frames if several else frames[0]
             if several:
                 sample[f"{IMAGES}{name}_is_pad"] = pad
 
-    def _video_frames(
-        self, key: str, places: list[tuple[int, int]], steps: list[np.ndarray]
-    ) -> list[np.ndarray]:
+    def _video_frames(self, key: str, places: list[tuple[int, int]], steps: list[np.ndarray]) -> list[np.ndarray]:
         """uint8 [T, H, W, 3] for each place; all frames of one file are decoded in one pass."""
         by_file: dict[str, list[int]] = {}
         for slot, (number, _) in enumerate(places):

@@ -64,9 +64,7 @@ class Rows:
             pieces = [part[key] for part in parts]
             shapes = {piece.shape[1:] for piece in pieces}
             if len(shapes) > 1:
-                raise UserError(
-                    f"Column '{key}' of {self.root} has rows of shapes {sorted(shapes)}: {CHECK}."
-                )
+                raise UserError(f"Column '{key}' of {self.root} has rows of shapes {sorted(shapes)}: {CHECK}.")
             self._columns[key] = np.concatenate(pieces)
 
     def _over_files(self, work) -> None:
@@ -105,9 +103,7 @@ def place_of(entry: Entry, columns: Mapping[str, np.ndarray], rows: int, path: P
     if frames is not None:
         found = found[np.argsort(frames[found], kind="stable")]
         if not np.array_equal(frames[found], np.arange(entry.length)):
-            raise UserError(
-                f"Episode {entry.index}: frame_index in {path} is not 0..{entry.length - 1}: {CHECK}."
-            )
+            raise UserError(f"Episode {entry.index}: frame_index in {path} is not 0..{entry.length - 1}: {CHECK}.")
     if len(found) and np.array_equal(found, np.arange(found[0], found[0] + len(found))):
         return slice(int(found[0]), int(found[0]) + len(found))
     return found

@@ -18,10 +18,7 @@ def merge_episodes(episodes: Sequence[Mapping[str, Mapping[str, Any]]]) -> Stati
     merged: Statistics = {}
     keys = set.intersection(*(set(episode) for episode in episodes)) if episodes else set()
     for key in sorted(keys):
-        parts = [
-            {name: np.asarray(value, np.float64) for name, value in episode[key].items()}
-            for episode in episodes
-        ]
+        parts = [{name: np.asarray(value, np.float64) for name, value in episode[key].items()} for episode in episodes]
         if any(name not in part for part in parts for name in ("count", "mean", "std", "min", "max")):
             continue
         weights = np.stack([part["count"].reshape(-1)[:1] for part in parts])
