@@ -28,7 +28,7 @@ from vlaforge.data.collate import collate
 from vlaforge.data.dataset import Dataset
 from vlaforge.data.errors import UserError, unknown
 from vlaforge.data.samplers import Cursor, Order, Request, Schedule, Shuffled
-from vlaforge.data.schema import Contract, Minibatch, make_draw, sample_rng
+from vlaforge.data.schema import Contract, Minibatch, Sample, make_draw, sample_rng
 
 CONTEXTS = ("forkserver", "spawn", "fork")
 FORMAT = 1
@@ -65,35 +65,47 @@ class Maker:
         self.needs = processing.needs()
 
     def __getitem__(self, request: Request) -> Minibatch | _Failure:
-        rows, fields = [], []
-        for position, epoch in zip(request.positions.tolist(), request.epochs.tolist()):
+        positions, epochs = request.positions.tolist(), request.epochs.tolist()
+        rows = [self.dataset.row_id(position) for position in positions]
+        samples = self._read(positions)
+        if isinstance(samples, _Failure):
+            return samples
+        fields = []
+        for position, row, epoch, sample in zip(positions, rows, epochs, samples):
             try:
-                rows.append(self.dataset.row_id(position))
-                rng = sample_rng(self.seed, epoch, rows[-1], "augment")
-                fields.append(
-                    self.processing.sample(self.dataset.get(position, self.needs), rng, self.training)
-                )
+                rng = sample_rng(self.seed, epoch, row, "augment")
+                fields.append(self.processing.sample(sample, rng, self.training))
             except Exception as error:
                 return _failure(error, self._where(position))
         try:
             batch = collate(fields, self.contract, self.trim)
         except ValueError as error:
-            return _failure(
-                error, f"a batch of {len(rows)} samples, the first of {self._where(request.positions[0])}"
-            )
+            return _failure(error, f"a batch that starts with {self._where(positions[0])}")
         draw = make_draw(
             self.contract.draws,
             rows,
             seed=self.seed,
-            epoch=request.epochs.tolist(),
+            epoch=epochs,
             step=request.step,
             positions=request.places.tolist(),
             global_batch=request.global_batch,
         )
-        return Minibatch(batch, draw, torch.tensor(rows, dtype=torch.int64), int(request.epochs[0]))
+        return Minibatch(batch, draw, torch.tensor(rows, dtype=torch.int64), epochs[0])
+
+    def _read(self, positions: list[int]) -> list[Sample] | _Failure:
+        """All samples at once; when that fails, one at a time, to say which it is."""
+        try:
+            return self.dataset.get_many(positions, self.needs)
+        except Exception as whole:
+            for position in positions:
+                try:
+                    self.dataset.get(position, self.needs)
+                except Exception as error:
+                    return _failure(error, self._where(position))
+            return _failure(whole, f"a batch that starts with {self._where(positions[0])}")
 
     def _where(self, position: int) -> str:
-        episode, frame = self.dataset.locate(int(position))
+        episode, frame = self.dataset.locate(position)
         return f"dataset '{self.dataset.info.path}', episode {episode.index}, frame {frame}"
 
 
@@ -148,8 +160,8 @@ class Loader:
         if other or state.get("format") != FORMAT:
             listed = "; ".join(f"{name} was {old}, now {new}" for name, (old, new) in other.items())
             raise UserError(
-                f"The data order cannot be resumed: {listed or 'unknown format of the saved state'}. Use the same "
-                f"dataset, episodes, seed and shuffling, or start a new run from the checkpoint's weights."
+                f"The data order cannot be resumed: {listed or 'unknown format of the saved state'}. Use the "
+                f"same dataset, episodes, seed and shuffling, or start a new run from the weights."
             )
         cursor = Cursor(*(int(state[name]) for name in ("epoch", "offset", "samples", "micro")))
         if cursor.micro >= self.schedule.accumulate:
@@ -180,7 +192,7 @@ class Loader:
             if not self._options["num_workers"]:
                 raise
             raise RuntimeError(
-                f"A data worker died ({error}). Often the machine ran out of memory: use fewer --num-workers."
+                f"A data worker died ({error}). Often the machine ran out of memory: use fewer workers."
             ) from error
         waited = time.perf_counter() - began
         if isinstance(made, _Failure):
@@ -192,7 +204,7 @@ class Loader:
         return made
 
     def close(self) -> None:
-        """Ends the workers and drops what was prefetched; the cursor stays. Iterating again starts new ones."""
+        """Ends the workers and drops what was prefetched; the cursor stays. Iterating starts new ones."""
         self._running = None
         self._torch_loader = None
 

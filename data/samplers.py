@@ -133,7 +133,7 @@ class Schedule:
         if self.drop_last and self.order.size < self.global_batch:
             raise UserError(
                 f"A step takes {self.global_batch} samples (batch {self.batch_size} × {self.world} ranks × "
-                f"{self.accumulate} accumulated), but an epoch has only {self.order.size} and incomplete steps "
+                f"{self.accumulate} accumulated), but an epoch has only {self.order.size}, and short steps "
                 f"are dropped: use a smaller batch, or keep the last one."
             )
 
