@@ -102,9 +102,7 @@ def parse_lr_group(text: str | None) -> list[tuple[str, float, float | None]]:
         except ValueError:
             rule = ("", 0.0, None)
         if not equals or not rule[0] or rule[1] < 0 or (rule[2] or 0.0) < 0:
-            raise UserError(
-                f"--lr-group: '{part}' is not of the form path=lr or path=lr:floor, like vision=1e-5."
-            )
+            raise UserError(f"--lr-group: '{part}' must read path=lr or path=lr:floor, like vision=1e-5.")
         rules.append(rule)
     return rules
 

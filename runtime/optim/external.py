@@ -38,9 +38,7 @@ class Library:
                 f"--optimizer {optimizer} needs {self.name}, which is not installed: {self.install}"
             ) from error
         if not hasattr(module, "multi_tensor_adam_capturable"):
-            raise UserError(
-                f"--optimizer {optimizer}: '{self.module}' lacks the fused Adam kernels: {self.install}"
-            )
+            raise UserError(f"--optimizer {optimizer}: '{self.module}' lacks the fused Adam kernels: {self.install}")
         return module
 
 

@@ -200,17 +200,13 @@ def test_state_loads_strictly():
     with pytest.raises(UserError, match=r"lacks exp_avg\.head\.weight"):
         build_optimizer("AdamW", groups_of(Net()), HYPER).load_state(lacking)
     with pytest.raises(UserError, match=r"1 entries of other parameters: exp_avg\.old\.weight"):
-        build_optimizer("AdamW", groups_of(Net()), HYPER).load_state(
-            saved | {"exp_avg.old.weight": torch.zeros(1)}
-        )
+        build_optimizer("AdamW", groups_of(Net()), HYPER).load_state(saved | {"exp_avg.old.weight": torch.zeros(1)})
 
 
 # ------------------------------------------------------------------------------------------ libraries
 
 
-@pytest.mark.parametrize(
-    "name, hint", [("TEFusedAdamW", "transformer-engine"), ("ApexFusedAdamW", "NVIDIA/apex")]
-)
+@pytest.mark.parametrize("name, hint", [("TEFusedAdamW", "transformer-engine"), ("ApexFusedAdamW", "NVIDIA/apex")])
 def test_absent_library_says_how_to_install_it(name, hint):
     with pytest.raises(UserError, match=hint) as caught:
         build_optimizer(name, groups_of(Net()))
@@ -309,9 +305,7 @@ def test_groups_are_ordered_and_keep_their_floors():
 
 def test_biases_and_norms_need_not_decay():
     net = Net()
-    groups = build_groups(
-        net, lr=1.0, floor=0.0, weight_decay=0.1, lr_group="eyes=0.5", decay_grouping="bias_norm"
-    )
+    groups = build_groups(net, lr=1.0, floor=0.0, weight_decay=0.1, lr_group="eyes=0.5", decay_grouping="bias_norm")
     decay = {name: group.weight_decay for group in groups for name in group.params}
     assert [g.name for g in groups] == ["eyes", "eyes.no_decay", "base", "base.no_decay"]
     assert {name for name, value in decay.items() if value == 0.0} == {
