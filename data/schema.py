@@ -278,3 +278,12 @@ class DataConfig:
     normalization_mode: str = "q99"
     action_key: str = ACTION
     state_key: str = STATE
+    """Column of the action, of the state; several, separated by commas, are joined."""
+    language_key: str | None = None
+    """Column with the task's text or number; None takes `task_index`."""
+    image_layout: str | None = None
+    """`hwc` or `chw`, where the dataset leaves open which axis holds the channels."""
+    hdf5_layout: str | None = None
+    """`aloha`, `robomimic` or `agilex`; None finds out."""
+    fps: float | None = None
+    """Rows a second of HDF5 recordings, which seldom say."""

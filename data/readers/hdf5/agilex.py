@@ -1,10 +1,10 @@
 """AgileX recordings as X-VLA trains on them: two arms, each with its own clock, resampled to evenly spaced points.
 
-``observations/eef_quaternion`` [T, 16] holds, for the left and then the right arm, position (3), quaternion x y z w (4)
-and gripper (1); ``eef_left_time`` and ``eef_right_time`` [T] are the arms' clocks in seconds. An arm becomes 10
-numbers: position, the first two columns of its rotation matrix row by row, and whether the gripper is closed. A sample at row t
-takes `horizon` + 1 points, evenly from the time of t to 2 s later or to the end, whichever is first: the first is the
-state, the others are the action, so near the end the steps are shorter and nothing is padding.
+``observations/eef_quaternion`` [T, 16] holds, for the left and then the right arm, position (3), quaternion x y z w
+(4) and gripper (1); ``eef_left_time`` and ``eef_right_time`` [T] are the arms' clocks in seconds. An arm becomes 10
+numbers: position, the first two columns of its rotation matrix row by row, and whether the gripper is closed. A sample
+at row t takes horizon + 1 points, evenly from the time of t to 2 s later or to the end, whichever is first: the first
+is the state, the others are the action, so near the end the steps are shorter and nothing is padding.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
+from vlaforge.data import rotation
 from vlaforge.data.dataset import Episode
 from vlaforge.data.errors import UserError
 from vlaforge.data.readers.hdf5.files import hdf5_files, open_hdf5, text_of
@@ -117,16 +118,9 @@ def read_arms(file: h5py.File) -> Arms:
 
 def _pose(raw: np.ndarray) -> np.ndarray:
     """[T, 8] → float32 [T, 10]. The gripper counts as closed where its opening times 50 is under 1."""
-    quaternion = raw[:, 3:7].astype(np.float64)
-    x, y, z, w = (quaternion / np.linalg.norm(quaternion, axis=1, keepdims=True)).T
-    rows = [
-        (1 - 2 * (y * y + z * z), 2 * (x * y - z * w)),
-        (2 * (x * y + z * w), 1 - 2 * (x * x + z * z)),
-        (2 * (x * z - y * w), 2 * (y * z + x * w)),
-    ]
-    turned = np.stack([entry for row in rows for entry in row], axis=1)
-    closed = (raw[:, 7:8] * 50 < 1.0).astype(np.float64)
-    return np.concatenate([raw[:, :3].astype(np.float64), turned, closed], axis=1).astype(np.float32)
+    turned = rotation.convert(raw[:, 3:7], "quaternion", "rot6d_pairs")
+    closed = raw[:, 7:8] * 50 < 1.0
+    return np.concatenate([raw[:, :3], turned, closed], axis=1).astype(np.float32)
 
 
 def _interpolate(clock: np.ndarray, values: np.ndarray, times: np.ndarray) -> np.ndarray:
