@@ -94,9 +94,7 @@ def resolve_given(given: Given) -> Resolved:
         layers.add_file(load_yaml(_pick("preset", preset, presets, chosen), "preset"), f"{preset}.yaml")
     recipe = choice("recipe")
     if recipe is not None:
-        layers.add_file(
-            load_yaml(_pick("recipe", recipe, recipes(chosen), chosen), "recipe"), f"recipe {recipe}"
-        )
+        layers.add_file(load_yaml(_pick("recipe", recipe, recipes(chosen), chosen), "recipe"), f"recipe {recipe}")
     layers.add_file(file, Path(named).name if named else "")
     layers.add_given(given)
     layers.put("train", "model", chosen.name, layers.origin["train.model"])
@@ -132,13 +130,13 @@ def load_yaml(path: Path, what: str) -> dict[str, Any]:
         text = text.replace("${here}", str(path.resolve().parent)).replace("${samples}", str(SAMPLES))
         tree = OmegaConf.to_container(OmegaConf.create(text or "{}"), resolve=False)
     except OSError as error:
-        raise UserError(f"The {what} file '{path}' cannot be read: {error.strerror}.") from error
+        raise UserError(f"The file '{path}' of {what} cannot be read: {error.strerror}.") from error
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f" at line {mark.line + 1}" if mark else ""
-        raise UserError(f"The {what} file '{path}' is not valid YAML{place}.") from error
+        raise UserError(f"The file '{path}' of {what} is not valid YAML{place}.") from error
     if not isinstance(tree, dict):
-        raise UserError(f"The {what} file '{path}' must hold the sections model, data and train.")
+        raise UserError(f"The file '{path}' of {what} must hold the sections model, data and train.")
     return {str(key): value for key, value in tree.items()}
 
 
@@ -152,9 +150,7 @@ class Layers:
         self.family = chosen
         self.classes = {"train": TrainingArgs, "model": chosen.config, "data": chosen.data_config}
         self.values = {section: defaults(cls) for section, cls in self.classes.items()}
-        self.origin = {
-            name: "default" for section, tree in self.values.items() for name in _leaf_names(tree, section)
-        }
+        self.origin = {name: "default" for section, tree in self.values.items() for name in _leaf_names(tree, section)}
         self.touched: dict[str, list[str]] = {}
 
     def add_file(self, tree: Mapping[str, Any], source: str) -> None:
@@ -289,9 +285,7 @@ def _leaf_names(tree: Mapping[str, Any], path: str) -> Iterator[str]:
             yield f"{path}.{name}"
 
 
-def _yaml_lines(
-    tree: Mapping[str, Any], origins: Mapping[str, str], path: str = "", depth: int = 0
-) -> Iterator[str]:
+def _yaml_lines(tree: Mapping[str, Any], origins: Mapping[str, str], path: str = "", depth: int = 0) -> Iterator[str]:
     for name, value in tree.items():
         dotted = f"{path}.{name}" if path else name
         lead = "  " * depth + f"{_scalar(name)}:"
