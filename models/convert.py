@@ -8,12 +8,14 @@ our keys is missing, when an official key fits no rule, or when a shape differs:
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -27,12 +29,16 @@ SHOWN = 12
 
 @dataclass(frozen=True)
 class Rule:
-    """Official key template ↔ ours, with the change of the tensor each way (None: as it is)."""
+    """Official key template ↔ ours, with the change of the tensor each way (None: as it is).
+
+    `reshape`: the official tensor holds the same values in another shape; loading views it in ours.
+    """
 
     official: str
     ours: str
     load: Callable[[Tensor], Tensor] | None = None
     save: Callable[[Tensor], Tensor] | None = None
+    reshape: bool = False
 
     @cached_property
     def from_official(self) -> re.Pattern[str]:
@@ -88,8 +94,9 @@ class Layout:
         rules: every parameter, both ways; the first that fits counts.
         prefix: stands before every official key when saving. Loading takes keys with and without it.
         renames: (old, new) beginnings of official keys that earlier versions wrote; tried after the prefix is gone.
-        ties: our key → official keys that hold the same tensor. They fill it when its own entry is absent, are left
-            unread when it is there, and are written in its place when saving (as the published files do).
+        ties: our key → official keys that hold the same tensor. They fill it when its own entry is absent, and are left
+            unread when it is there.
+        ties_written: what saving writes of a tied tensor, as the published files do: ``aliases`` or its ``own`` entry.
         skips: official key pattern (fnmatch, without prefix) → why it is not read.
         optional: our key patterns → why the model may lack them though the checkpoint has them.
         extra: our state → official entries (without prefix) that have no place in our model but belong to the file.
@@ -100,6 +107,7 @@ class Layout:
     prefix: str = ""
     renames: tuple[tuple[str, str], ...] = ()
     ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    ties_written: Literal["aliases", "own"] = "aliases"
     skips: Mapping[str, str] = field(default_factory=dict)
     optional: Mapping[str, str] = field(default_factory=dict)
     extra: Callable[[Mapping[str, Tensor]], State] | None = None
@@ -139,7 +147,10 @@ class Layout:
                 account.unused[key] = "its parameter is new, as asked for"
             elif place[0] in shapes:
                 ours, rule = place
-                state[ours] = official[key] if rule.load is None else rule.load(official[key])
+                value = official[key] if rule.load is None else rule.load(official[key])
+                if rule.reshape and value.numel() == math.prod(shapes[ours]):
+                    value = value.reshape(tuple(shapes[ours]))
+                state[ours] = value
                 account.loaded.append(ours)
             elif (why := _fits(place[0], self.optional)) is not None:
                 account.unused[key] = why
@@ -160,7 +171,7 @@ class Layout:
         """The official state dict for ours. KeyError for a key that no rule covers."""
         out: State = {}
         for key, value in state.items():
-            if key in self.ties:
+            if key in self.ties and self.ties_written == "aliases":
                 out.update(dict.fromkeys(self.ties[key], value))
                 continue
             name, rule = self.official(key)

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 
 class EmbodimentLinear(nn.Module):
-    """y_BTO = x_BTI @ weight[e_B] + bias[e_B].
+    """y_BTO = x_BTI @ table[e_B] + offset[e_B].
+
+    Named apart from a Linear's weight and bias: every embodiment has its own, and published recipes decay both.
 
     Args:
         embodiments: E, how many there are.
@@ -24,19 +26,19 @@ class EmbodimentLinear(nn.Module):
 
     def __init__(self, embodiments: int, inputs: int, outputs: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(embodiments, inputs, outputs))
-        self.bias = nn.Parameter(torch.zeros(embodiments, outputs))
+        self.table = nn.Parameter(torch.empty(embodiments, inputs, outputs))
+        self.offset = nn.Parameter(torch.zeros(embodiments, outputs))
         bound = math.sqrt(6.0 / (inputs + outputs))
-        nn.init.uniform_(self.weight, -bound, bound)
+        nn.init.uniform_(self.table, -bound, bound)
 
     def forward(self, x_BTI: Tensor, embodiment_B: Tensor) -> Tensor:
         """x [B, T, I] and int64 [B] → [B, T, O]."""
-        weight_BIO = self.weight.index_select(0, embodiment_B)
-        bias_BO = self.bias.index_select(0, embodiment_B)
-        return torch.baddbmm(bias_BO[:, None], x_BTI, weight_BIO)
+        table_BIO = self.table.index_select(0, embodiment_B)
+        offset_BO = self.offset.index_select(0, embodiment_B)
+        return torch.baddbmm(offset_BO[:, None], x_BTI, table_BIO)
 
     def extra_repr(self) -> str:
-        return ", ".join(map(str, self.weight.shape))
+        return ", ".join(map(str, self.table.shape))
 
 
 class EmbodimentMLP(nn.Module):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
 from vlaforge.models.action.embodiment import EmbodimentLinear, EmbodimentMLP
 from vlaforge.models.blocks.attention import Mask, attention
 from vlaforge.models.blocks.dropout import Dropout
@@ -299,7 +300,7 @@ class GrootHead(nn.Module):
 
     def encode_state(self, state_BS: Tensor, embodiment_B: Tensor, seed_B: Tensor | None = None) -> Tensor:
         """[B, S] → [B, 1, D]; in training a whole state may be dropped (not scaled up elsewhere)."""
-        weight_dtype = self.state_encoder.layer1.weight.dtype
+        weight_dtype = self.state_encoder.layer1.table.dtype
         features_B1D = self.state_encoder(state_BS[:, None].to(weight_dtype), embodiment_B)
         if not self.drop_state.active(seed_B):
             return features_B1D
@@ -309,7 +310,7 @@ class GrootHead(nn.Module):
 
     def velocity(self, x_BHA, bucket_B, state_B1D, embodiment_B, keys_values, context, seed_B=None) -> Tensor:
         """The velocity [B, H, A] at noisy actions `x` and time bucket."""
-        weight_dtype = self.action_encoder.w1.weight.dtype
+        weight_dtype = self.action_encoder.w1.table.dtype
         tokens_BHD = self.action_encoder(x_BHA.to(weight_dtype), bucket_B, embodiment_B)
         if self.config.position_embedding:
             tokens_BHD = tokens_BHD + self.positions[: tokens_BHD.shape[1]]

@@ -17,6 +17,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+
 from vlaforge.data.schema import Batch, Contract, Draw, DrawSpec, Field, Trim
 from vlaforge.models.action.groot import Context, ContextConfig, DiTConfig, GrootHead, HeadConfig
 from vlaforge.models.base import BlockGroup, EmbodiedModel, Losses, LossTerm
@@ -180,7 +181,7 @@ class GrootPolicy(EmbodiedModel):
             return 0
         return config.select_layer - config.tune_top_llm_layers
 
-    def encode(self, batch: Batch) -> Batch:
+    def encode_frozen(self, batch: Batch) -> Batch:
         """Runs the frozen layers: `hidden` [B, L, C] and `image_positions` [B, L] take the place of the images.
 
         Views of several sizes (`patches`) are left to `loss`, which needs their number.
@@ -197,7 +198,7 @@ class GrootPolicy(EmbodiedModel):
 
     def features(self, batch: Batch) -> tuple[Tensor, Tensor, int | None]:
         """(features [B, L, C], image positions bool [B, L], image tokens a sample when that number is static)."""
-        batch = self.encode(batch)
+        batch = self.encode_frozen(batch)
         if "hidden" in batch:
             start, first = Embedded(batch["hidden"], batch["image_positions"], self.image_tokens), self.frozen_layers
         else:

@@ -8,6 +8,7 @@ Axes: B samples, V views, L tokens, C width of the language model.
 from __future__ import annotations
 
 from torch import Tensor
+
 from vlaforge.data.schema import Batch
 from vlaforge.models.base import BlockGroup
 from vlaforge.models.groot.policy import Embedded, GrootPolicy, patches_of

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vlaforge.data import schema
 from vlaforge.models.action.groot import ContextConfig
 from vlaforge.models.groot.policy import GrootConfig
 from vlaforge.models.towers.qwen3 import Qwen3Config

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+
 from vlaforge.data.schema import Batch, Field
 from vlaforge.models.base import BlockGroup
 from vlaforge.models.groot.policy import Embedded, GrootPolicy, patches_of

@@ -16,6 +16,7 @@ from itertools import count
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
 from vlaforge.models.blocks.attention import QKV, attention, merge_heads
 from vlaforge.models.blocks.dropout import Dropout
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
 from vlaforge.models.blocks.attention import QKV, Attention, Mask, merge_heads
 from vlaforge.models.blocks.mlp import GatedMLP
 from vlaforge.models.blocks.norms import RMSNorm

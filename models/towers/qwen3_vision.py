@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
 from vlaforge.models.blocks.attention import Attention, Mask, merge_heads
 from vlaforge.models.blocks.mlp import MLP
 from vlaforge.models.blocks.rotary import Rotary

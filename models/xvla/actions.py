@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
 from vlaforge.data.errors import unknown
 from vlaforge.models.base import LossTerm
 

@@ -13,6 +13,7 @@ from itertools import count
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
 from vlaforge.data.schema import Batch, Contract, Draw, DrawSpec, Field, Trim
 from vlaforge.models.action.embodiment import EmbodimentLinear
 from vlaforge.models.base import BlockGroup, EmbodiedModel, Losses
@@ -74,7 +75,7 @@ class Policy(nn.Module):
     ) -> Tensor:
         """Noisy actions, state, time in [0, 1], encoded text and views [B, T, vlm width] → clean action [B, H, A]."""
         b, h, _ = x_BHA.shape
-        weight_dtype = self.action_encoder.weight.dtype
+        weight_dtype = self.action_encoder.table.dtype
         time_BK = time_embedding(time_B, self.dim_time)
         inputs = [x_BHA, state_BS[:, None].expand(b, h, -1), time_BK[:, None].expand(b, h, -1)]
         actions = self.action_encoder(torch.cat([part.to(weight_dtype) for part in inputs], dim=-1), domain_B)
