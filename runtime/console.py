@@ -12,6 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console as RichConsole
@@ -57,10 +58,14 @@ def size(bytes: float) -> str:
 
 
 class Console:
-    """Prints to `stream` (standard output). `quiet` processes (all ranks but the first) print nothing."""
+    """Prints to `stream` (standard output), and all of it without the live line to `log` once that is set.
+
+    `quiet` processes (all ranks but the first) print nothing.
+    """
 
     def __init__(self, stream: TextIO | None = None, quiet: bool = False):
         self.stream, self.quiet = stream, quiet
+        self.log: Path | None = None
         self._live: Live | None = None
 
     @property
@@ -75,10 +80,16 @@ class Console:
         """Prints lines, above the live one when there is one."""
         if self.quiet:
             return
+        self.write_log(text)
         if self._live is not None:
             self._live.console.print(Text(text), soft_wrap=True)
         else:
             print(text, file=self._out, flush=True)
+
+    def write_log(self, text: str) -> None:
+        if self.log is not None:
+            with self.log.open("a", encoding="utf-8") as file:
+                file.write(text + "\n")
 
     def progress(self, total: int, done: int = 0) -> Progress:
         """The progress of `total` steps of which `done` are behind; use it in a ``with``."""
@@ -115,10 +126,14 @@ class Progress:
         if self._steady is None:
             self._steady = (step, now)
         line = self.line(step, metrics, now)
+        due = now - self._printed >= PLAIN_EVERY_S or step in (self.first + 1, self.total)
+        if due:
+            self._printed = now
         if self.console._live is not None:
             self.console._live.update(Text(line, no_wrap=True, overflow="ellipsis"))
-        elif now - self._printed >= PLAIN_EVERY_S or step in (self.first + 1, self.total):
-            self._printed = now
+            if due:
+                self.console.write_log(line)
+        elif due:
             self.console.say(line)
 
     def line(self, step: int, metrics: Mapping[str, float], now: float) -> str:

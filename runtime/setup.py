@@ -10,14 +10,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
+from vlaforge.data import norm_table
 from vlaforge.data.dataset import Dataset, DatasetInfo
 from vlaforge.data.dummy import DummyDataset, DummyProcessing
-from vlaforge.data.errors import UserError
+from vlaforge.data.errors import UserError, nearest
 from vlaforge.data.normalize import NormalizerSet
 from vlaforge.data.readers import open_dataset
-from vlaforge.data.schema import Contract
+from vlaforge.data.readers.selection import parse_ranges
+from vlaforge.data.schema import ACTION, STATE, Contract
 from vlaforge.data.statistics import Computed, StatisticsSpec, statistics_of
 from vlaforge.data.tokenizer import Tokenizer
 from vlaforge.runtime.args import TrainingArgs
@@ -29,8 +32,8 @@ class Setup:
     """The parts of a run that exist before its model.
 
     `dataset` holds the training episodes, `held_out` the others (None without ``--eval-episodes``). `model_config` and
-    `data_config` have the dataset's dimensions filled in. `statistics` is None for synthetic data. `notes` are
-    sentences for the log.
+    `data_config` have the dataset's dimensions filled in. `statistics` is None for synthetic data. `norm_rows` is the
+    table of what normalisation does to each dimension; `notes` are sentences for the log.
     """
 
     resolved: Resolved
@@ -44,6 +47,7 @@ class Setup:
     normalizers: NormalizerSet
     statistics: Computed | None = None
     tokenizer: Tokenizer | None = None
+    norm_rows: list[norm_table.Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -73,14 +77,18 @@ def build_setup(resolved: Resolved, passed: Callable[[str, str], None] = lambda 
     tokenizer = load_tokenizer(resolved)
     if tokenizer is not None:
         passed("tokenizer", f"{tokenizer.path}, {tokenizer.vocab_size} entries")
+    check_stored_statistics(dataset)
     statistics, normalizers = normalizers_of(resolved, data_config, dataset)
     passed("statistics", statistics.origin)
+    rows = norm_rows(dataset, statistics, normalizers)
+    notes = norm_table.check(rows, resolved.args.allow_extreme_norm)
+    passed("normalisation", f"{len(rows)} dimensions" + (f", {len(notes)} of them unsafe" if notes else ""))
     processing = resolved.family.processing(model_config, data_config, normalizers, tokenizer, dataset.info)
     contract = resolved.family.model.contract(model_config)
-    notes = list(getattr(dataset, "notes", ()))
+    notes += getattr(dataset, "notes", ())
     return Setup(
         resolved, device, dataset, held_out, model_config, data_config, contract, processing, normalizers,
-        statistics, tokenizer, notes,
+        statistics, tokenizer, rows, notes,
     )  # fmt: skip
 
 
@@ -140,13 +148,15 @@ def _open(resolved: Resolved, episodes: Sequence[int] | str | None) -> Dataset:
         video_backend=args.video_backend if was_set("train.video_backend") else None,
         action_key=data.action_key,
         state_key=data.state_key,
+        language_key=data.language_key,
+        image_layout=data.image_layout,
+        hdf5_layout=data.hdf5_layout,
+        fps=data.fps,
     )
 
 
 def held_out_numbers(text: str, numbers: Sequence[int]) -> list[int]:
     """``last:2``, or numbers and ranges like ``3,7:9``, out of the dataset's episode `numbers`."""
-    from vlaforge.data.readers.selection import parse_ranges
-
     if text.startswith("last:"):
         count = text.removeprefix("last:")
         if not count.isdigit() or int(count) < 1:
@@ -196,8 +206,6 @@ def fit_to_dataset(resolved: Resolved, info: DatasetInfo) -> tuple[Any, Any]:
 
 def check_cameras(cameras: dict[str, str], info: DatasetInfo) -> None:
     """Every camera that `data.cameras` names is in the dataset."""
-    from vlaforge.data.errors import nearest
-
     for slot, name in cameras.items():
         if name not in info.cameras:
             close = nearest(name, info.cameras, 1)
@@ -230,3 +238,30 @@ def normalizers_of(resolved: Resolved, data_config: Any, dataset: Dataset) -> tu
     modes = {key: data_config.normalization_mode for key, dim in keys.items() if dim}
     convention = getattr(data_config, "normalization_convention", "vlaforge")
     return statistics, NormalizerSet.from_statistics(statistics.values, modes, convention=convention)
+
+
+def check_stored_statistics(dataset: Dataset) -> None:
+    """The statistics that the dataset carries have as many values as its columns have dimensions."""
+    stored = dataset.stored_statistics() or {}
+    for key, dim in ((ACTION, dataset.info.action_dim), (STATE, dataset.info.state_dim)):
+        for name, values in stored.get(key, {}).items():
+            if name != "count" and dim and values.size != dim:
+                raise UserError(
+                    f"The dataset's statistics have {values.size} values for {name} of '{key}', but its rows have "
+                    f"{dim} dimensions: they belong to other data. Replace them, or remove them to have them computed."
+                )
+
+
+def norm_rows(dataset: Dataset, statistics: Computed, normalizers: NormalizerSet) -> list[norm_table.Row]:
+    """The start-up table: range, share outside [-1, 1] and doubtful dimensions of action and state."""
+    rows: list[norm_table.Row] = []
+    names = {ACTION: dataset.info.action_names, STATE: dataset.info.state_names}
+    for key, source in (("action", ACTION), ("state", STATE)):
+        if key not in normalizers or source not in statistics.values:
+            continue
+        stats = statistics.values[source]
+        values = None
+        if stats["min"].ndim == 1:
+            values = np.concatenate([dataset.column(source, episode) for episode in dataset.episodes[:100]])
+        rows += norm_table.table(key, normalizers.get(key), stats, values, names[source])
+    return rows
