@@ -32,6 +32,14 @@ class Pose:
         if self.rotation not in SIZES:
             raise unknown("rotation", self.rotation, SIZES)
 
+    @classmethod
+    def parse(cls, text: str) -> Pose:
+        """``"0:rot6d"`` → Pose(0, "rot6d")."""
+        start, _, rotation = text.partition(":")
+        if not start.isdigit():
+            raise UserError(f"A pose is written start:rotation, such as 0:rot6d, not '{text}'.")
+        return cls(int(start), rotation or "rot6d")
+
     @property
     def dims(self) -> range:
         return range(self.start, self.start + 3 + SIZES[self.rotation])

@@ -29,6 +29,7 @@ from vlaforge.data.dataset import Dataset
 from vlaforge.data.errors import UserError, unknown
 from vlaforge.data.samplers import Cursor, Order, Request, Schedule, Shuffled
 from vlaforge.data.schema import Contract, Minibatch, Sample, make_draw, sample_rng
+from vlaforge.data.streaming import StreamOrder
 
 CONTEXTS = ("forkserver", "spawn", "fork")
 FORMAT = 1
@@ -57,9 +58,7 @@ class _Failure:
 class Maker:
     """request → micro-batch; lives in each worker, or in the main process without workers."""
 
-    def __init__(
-        self, dataset: Dataset, processing: Any, contract: Contract, *, seed: int, training: bool, trim: bool
-    ):
+    def __init__(self, dataset: Dataset, processing: Any, contract: Contract, *, seed: int, training: bool, trim: bool):
         self.dataset, self.processing, self.contract = dataset, processing, contract
         self.seed, self.training, self.trim = seed, training, trim
         self.needs = processing.needs()
@@ -152,11 +151,7 @@ class Loader:
         UserError when the data or the order is another one, because the cursor would then point to other
         samples.
         """
-        other = {
-            name: (state.get(name), value)
-            for name, value in self._identity.items()
-            if state.get(name) != value
-        }
+        other = {name: (state.get(name), value) for name, value in self._identity.items() if state.get(name) != value}
         if other or state.get("format") != FORMAT:
             listed = "; ".join(f"{name} was {old}, now {new}" for name, (old, new) in other.items())
             raise UserError(
@@ -276,6 +271,7 @@ def build_loader(
     multiprocessing_context: str | None = None,
     pin_memory: bool | None = None,
     prefetch: int = 2,
+    streaming: bool = False,
     order: Order | None = None,
     costs: Sequence[float] | np.ndarray | None = None,
 ) -> Loader:
@@ -296,21 +292,22 @@ def build_loader(
             safe with the threads of CUDA, video decoders and torch, which fork is not.
         pin_memory: page-locked staging; default when a CUDA device is present.
         prefetch: micro-batches that each worker keeps ready.
-        order: what each epoch visits; default all positions, shuffled or not.
+        streaming: read nearly sequentially, see `streaming.StreamOrder`.
+        order: what each epoch visits; default all positions, or a mixture's own order.
     """
     if not 0 <= rank < world:
         raise UserError(f"Rank {rank} is outside 0..{world - 1}.")
     if num_workers < 0:
         raise UserError(f"--num-workers is {num_workers}; it must be 0 or more.")
     if order is None:
-        made = getattr(dataset, "order", None)  # a mixture has its own
-        order = made(seed, shuffle) if made else Shuffled(len(dataset), seed, shuffle)
+        order = _order(dataset, batch_size, seed, shuffle, streaming)
+    if streaming:
+        sampler = "block"  # a rank's samples are those of its own streams
     schedule = Schedule(order, batch_size, world, accumulate, sampler, drop_last, epochs, costs)
     identity = {
         "seed": seed,
         "shuffle": shuffle,
-        "order": type(order).__name__,
-        "epoch_size": order.size,
+        **order.identity(),
         "dataset": dataset.fingerprint(),
     }
     pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
@@ -319,6 +316,15 @@ def build_loader(
         options |= {"prefetch_factor": prefetch, "multiprocessing_context": _context(multiprocessing_context)}
     maker = Maker(dataset, processing, contract, seed=seed, training=training, trim=trim)
     return Loader(maker, schedule, rank, identity, options)
+
+
+def _order(dataset: Dataset, batch_size: int, seed: int, shuffle: bool, streaming: bool) -> Order:
+    own = getattr(dataset, "order", None)  # a mixture has one
+    if streaming and own is not None:
+        raise UserError("A mixture cannot be streamed; leave --streaming out.")
+    if streaming:
+        return StreamOrder.of(dataset, batch_size, seed=seed, shuffle=shuffle)
+    return own(seed, shuffle) if own is not None else Shuffled(len(dataset), seed, shuffle)
 
 
 def _context(name: str | None) -> multiprocessing.context.BaseContext:

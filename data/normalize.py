@@ -80,8 +80,7 @@ class Normalizer:
             a, b = (np.asarray(value, np.float64) for value in (self.a, self.b))
             if a.shape != b.shape or a.ndim not in (1, 2):
                 raise UserError(
-                    f"Statistics for '{self.mode}' have shapes {a.shape} and {b.shape}; "
-                    f"both must be [A] or [H, A]."
+                    f"Statistics for '{self.mode}' have shapes {a.shape} and {b.shape}; both must be [A] or [H, A]."
                 )
             if not (np.isfinite(a).all() and np.isfinite(b).all()):
                 raise UserError(f"Statistics for '{self.mode}' hold NaN or infinity; compute them again.")
@@ -90,9 +89,7 @@ class Normalizer:
             object.__setattr__(self, "_map", _affine(self.mode, a, b, self.convention))
 
     @classmethod
-    def from_statistics(
-        cls, mode: str, stats: Mapping[str, np.ndarray], key: str = "", **options
-    ) -> Normalizer:
+    def from_statistics(cls, mode: str, stats: Mapping[str, np.ndarray], key: str = "", **options) -> Normalizer:
         """Takes what `mode` needs out of one key's statistics. UserError when some are missing: there is no
         silent fallback from quantiles to min/max or mean/std, because that changes the scale."""
         if mode not in NEEDED:
@@ -101,7 +98,7 @@ class Normalizer:
         if missing:
             raise UserError(
                 f"Normalisation '{mode}' of '{key}' needs the statistics {' and '.join(missing)}, which are "
-                f"missing (there are {sorted(stats)}); compute them with `forge-data stats`, or use another mode."
+                f"missing (there are {sorted(stats)}); compute them with `forge-data stats`."
             )
         return cls(mode, *(stats[name] for name in NEEDED[mode]), **options)
 
@@ -179,9 +176,7 @@ class Normalizer:
     def from_dict(cls, raw: Mapping) -> Normalizer:
         known = {f.name for f in fields(cls) if f.init}
         if extra := set(raw) - known:
-            raise UserError(
-                f"A stored normaliser has unknown entries {sorted(extra)}; it was made by another version."
-            )
+            raise UserError(f"A stored normaliser has unknown entries {sorted(extra)}; it was made by another version.")
         arrays = {n: None if raw.get(n) is None else np.asarray(raw[n], np.float64) for n in ("a", "b")}
         return cls(**{**raw, **arrays})
 
@@ -283,25 +278,18 @@ class NormalizerSet:
     def to_json(self) -> str:
         """Canonical text (sorted keys, exact float64): the same content always gives the same text."""
         body = {name: {k: n.to_dict() for k, n in keys.items()} for name, keys in self.entries.items()}
-        return (
-            json.dumps({"format": FORMAT, "normalizers": body}, sort_keys=True, indent=1, allow_nan=False)
-            + "\n"
-        )
+        return json.dumps({"format": FORMAT, "normalizers": body}, sort_keys=True, indent=1, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> NormalizerSet:
         try:
             raw = json.loads(text)
             if raw["format"] != FORMAT:
-                raise UserError(
-                    f"Stored normalisers have format {raw['format']}; this version reads {FORMAT}."
-                )
+                raise UserError(f"Stored normalisers have format {raw['format']}; this version reads {FORMAT}.")
             body = raw["normalizers"]
             return cls({n: {k: Normalizer.from_dict(v) for k, v in keys.items()} for n, keys in body.items()})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"The stored normalisers cannot be read ({error!r}); the file is damaged."
-            ) from error
+            raise UserError(f"The stored normalisers cannot be read ({error!r}); the file is damaged.") from error
 
     def save(self, path: Path | str) -> None:
         Path(path).write_text(self.to_json())

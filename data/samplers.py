@@ -32,6 +32,10 @@ class Order(ABC):
     size: int
     """Samples in an epoch."""
 
+    def identity(self) -> dict[str, str | int]:
+        """What else must be the same for a cursor to mean the same samples."""
+        return {"order": type(self).__name__, "epoch_size": self.size}
+
     @abstractmethod
     def slice(self, epoch: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """(positions, epochs), int64 [stop - start]: places start..stop of `epoch`.
@@ -127,9 +131,7 @@ class Schedule:
         if self.mode not in MODES:
             raise unknown("sampler", self.mode, MODES)
         if self.mode == "balanced" and self.costs is None:
-            raise UserError(
-                "The balanced sampler needs a cost for each sample, and this dataset states none."
-            )
+            raise UserError("The balanced sampler needs a cost for each sample, and this dataset states none.")
         if self.drop_last and self.order.size < self.global_batch:
             raise UserError(
                 f"A step takes {self.global_batch} samples (batch {self.batch_size} × {self.world} ranks × "

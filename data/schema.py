@@ -1,11 +1,13 @@
 """The words that data, models, graphs and runtime share: sample, batch, contract, draw.
 
-    reader → Sample → Processing.sample → fields of one sample → collate → Minibatch(batch, draw, ids) → model.loss
+    reader → Sample → Processing.sample → fields of one sample → collate → Minibatch(batch, draw, ids) →
+    model.loss
 
-A *sample* is what a reader returns for one index, in canonical keys. A family's processing turns it into the *fields*
-that the family's contract names; stacking the fields of B samples gives the *batch*. All randomness of a step is in the
-*draw*, made by the loader from (seed, epoch, sample), so that it does not depend on ranks, workers or devices, and a
-step is a pure function of its inputs that can be captured, replayed and compared.
+A *sample* is what a reader returns for one index, in canonical keys. A family's processing turns it into the
+*fields* that the family's contract names; stacking the fields of B samples gives the *batch*. All randomness
+of a step is in the *draw*, made by the loader from (seed, epoch, sample), so that it does not depend on
+ranks, workers or devices, and a step is a pure function of its inputs that can be captured, replayed and
+compared.
 """
 
 from __future__ import annotations
@@ -19,14 +21,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vlaforge.data.actions import ActionTransform, Pose
+
 # ---------------------------------------------------------------------------------------------------- sample
 
 Sample = dict[str, Any]
 """One sample in canonical keys, numpy throughout:
 
-``observation.images.<cam>`` uint8 [H, W, 3], or [T, H, W, 3] for several frames; ``observation.state`` float32 [S] or
-[T, S]; ``action`` float32 [horizon, A]; ``action_is_pad`` bool [horizon]; ``<image key>_is_pad`` bool [T] when several
-frames are read; ``task`` str; ``task_index``, ``episode_index``, ``frame_index``, ``index``, ``dataset_index`` int;
+``observation.images.<cam>`` uint8 [H, W, 3], or [T, H, W, 3] for several frames; ``observation.state``
+float32 [S] or [T, S]; ``action`` float32 [horizon, A]; ``action_is_pad`` bool [horizon]; ``<image
+key>_is_pad`` bool [T] when several frames are read; ``task`` str; ``task_index``, ``episode_index``,
+``frame_index``, ``index``, ``dataset_index`` int;
 ``timestamp`` float.
 """
 
@@ -77,8 +82,8 @@ class Draw(Batch):
 class Minibatch:
     """What the loader yields: the fields, the randomness, and which samples they are.
 
-    `ids` [B] are global sample numbers, int64 on the CPU; `epoch` is theirs. `waited_s` is how long the consumer
-    stood still for it. `stream` names the data stream it is from, in a run that has several.
+    `ids` [B] are global sample numbers, int64 on the CPU; `epoch` is theirs. `waited_s` is how long the
+    consumer stood still for it. `stream` names the data stream it is from, in a run that has several.
     """
 
     batch: Batch
@@ -96,7 +101,8 @@ class Minibatch:
         return replace(self, batch=self.batch.pin_memory(), draw=self.draw.pin_memory())
 
 
-# ---------------------------------------------------------------------------------------------------- contract
+# ----------------------------------------------------------------------------------------------------
+# contract
 
 
 @dataclass(frozen=True)
@@ -127,8 +133,8 @@ class Trim:
 
     Args:
         mask: name of the bool field [B, n] whose False entries may leave.
-        cut: (field, axis) pairs that are cut; axis counts the batch axis as 0. The mask itself is cut only if it is
-            among them (a model that must know how many slots there were keeps it whole).
+        cut: (field, axis) pairs that are cut; axis counts the batch axis as 0. The mask itself is cut only
+            if it is among them (a model that must know how many slots there were keeps it whole).
         keep: ``"prefix"`` when valid entries stand in front (right padding: cut to the longest, rounded up to
             `multiple`), ``"suffix"`` when they stand at the end (left padding), ``"any"`` when entries may be
             dropped anywhere (camera slots).
@@ -142,7 +148,9 @@ class Trim:
 
 @dataclass(frozen=True)
 class Contract:
-    """Names, shapes and dtypes of a family's batch, plus its random inputs. Everything synthetic comes from here."""
+    """Names, shapes and dtypes of a family's batch, plus its random inputs. Everything synthetic comes from
+    here.
+    """
 
     fields: Mapping[str, Field]
     draws: Mapping[str, DrawSpec]
@@ -176,7 +184,9 @@ class Contract:
                 raise ValueError(f"batch lacks '{name}' [{'B' + spec.axes}]; it holds {sorted(batch)}")
             value = batch[name]
             if value.ndim != len(spec.shape) + 1:
-                raise ValueError(f"'{name}' has shape {tuple(value.shape)}; expected [B, {', '.join(map(str, spec.shape))}]")
+                raise ValueError(
+                    f"'{name}' has shape {tuple(value.shape)}; expected [B, {', '.join(map(str, spec.shape))}]"
+                )
             for axis, (got, want) in enumerate(zip(value.shape[1:], spec.shape), start=1):
                 free = spec.axes[axis - 1] in spec.free
                 fits = free or (got <= want if (name, axis) in loose else got == want)
@@ -195,8 +205,9 @@ class DrawSpec:
 
     Args:
         shape: without the batch axis.
-        kind: ``normal`` N(0, 1); ``uniform`` U(0, 1); ``beta`` Beta(a, b); ``stratified`` frac(u + i/B) with one u a
-            step and i the sample's position in the global batch; ``seed`` one int64 a sample, for counter-based dropout.
+        kind: ``normal`` N(0, 1); ``uniform`` U(0, 1); ``beta`` Beta(a, b); ``stratified`` frac(u + i/B) with
+            one u a step and i the sample's position in the global batch; ``seed`` one int64 a sample, for
+            counter-based dropout.
         a, b: of the Beta distribution.
         scale, offset: the value is ``x * scale + offset`` (float kinds).
         wrap: the modulus of ``stratified``.
@@ -232,8 +243,8 @@ def make_draw(
 ) -> Draw:
     """The draw for the samples `ids`: float32 (or int64 for ``seed``) tensors [B, *shape] on the CPU.
 
-    `epoch` is one number or one a sample. `positions` (default 0..B-1) and `global_batch` (default B) place the
-    samples in the step's global batch; only ``stratified`` draws use them, and `step`.
+    `epoch` is one number or one a sample. `positions` (default 0..B-1) and `global_batch` (default B) place
+    the samples in the step's global batch; only ``stratified`` draws use them, and `step`.
     """
     epochs = [epoch] * len(ids) if isinstance(epoch, int) else list(epoch)
     positions = list(range(len(ids))) if positions is None else list(positions)
@@ -287,3 +298,21 @@ class DataConfig:
     """`aloha`, `robomimic` or `agilex`; None finds out."""
     fps: float | None = None
     """Rows a second of HDF5 recordings, which seldom say."""
+    action_mode: str = "absolute"
+    """`absolute`, `relative` (to the state at the chunk's start) or `delta` (to the step before), see
+    `actions`.
+    """
+    action_keep: tuple[int, ...] = ()
+    """Action dimensions that stay absolute (a gripper)."""
+    action_state_dims: tuple[int, ...] = ()
+    """State dimension that each action dimension refers to; empty: the same number."""
+    action_poses: tuple[str, ...] = ()
+    """Poses among the actions, as `start:rotation` (``0:rot6d``); their differences are taken in SE(3)."""
+    normalization_convention: str = "vlaforge"
+    """How small ranges are treated: `vlaforge`, `openpi` or `lerobot`, see `normalize`."""
+
+    @property
+    def action_transform(self) -> ActionTransform:
+        """What the options above say; UserError when they make no sense."""
+        poses = tuple(Pose.parse(text) for text in self.action_poses)
+        return ActionTransform(self.action_mode, self.action_keep, self.action_state_dims, poses)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from vlaforge.data.dataset import Dataset
 from vlaforge.data.errors import UserError, unknown
+from vlaforge.data.mixture import open_mixture
 from vlaforge.data.readers.hdf5 import Options, open_recordings
 from vlaforge.data.readers.lerobot import LeRobotReader
 from vlaforge.data.schema import ACTION, STATE
@@ -35,7 +36,8 @@ def open_dataset(
     """Opens a dataset for reading. Nothing is ever written into its folder.
 
     Args:
-        path: a folder (or HDF5 file), or the id of a dataset on the Hugging Face hub, ``owner/name``.
+        path: a folder (or HDF5 file), the id of a dataset on the Hugging Face hub, ``owner/name``, or a YAML
+            file that describes a mixture of them (`vlaforge.data.mixture`).
         format: ``lerobot_datasets`` or ``hdf5_datasets``.
         version: LeRobot version that it must have; None takes the one in info.json.
         episodes: numbers, or text such as ``"0:10,15"``, in the order to visit; None takes those of `split`.
@@ -54,8 +56,11 @@ def open_dataset(
         UserError: the path is no dataset of that format, its files are missing or disagree with each other,
             or an argument does not fit it. All of this is found here, before anything is read for training.
     """
+    options = {k: v for k, v in locals().items() if k not in ("path", "episodes")}
     if format not in FORMATS:
         raise unknown("dataset format", format, FORMATS)
+    if Path(path).suffix in (".yaml", ".yml"):
+        return open_mixture(path, lambda part, **own: open_dataset(part, **{**options, **own}))
     if format == "lerobot_datasets":
         return LeRobotReader(
             local_path(path),
