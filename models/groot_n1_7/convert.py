@@ -29,7 +29,10 @@ def _rules(frames: int = 2) -> list[Rule]:
         *(Rule(f"{block}.attn.{n}.{{rest}}", f"vision.blocks.{{i}}.{n}.{{rest}}") for n in ("qkv", "proj")),
         *(Rule(f"{block}.mlp.linear_{n}.{{rest}}", f"vision.blocks.{{i}}.mlp.{n}.{{rest}}") for n in ("fc1", "fc2")),
         *(Rule(f"{block}.{n}.{{rest}}", f"vision.blocks.{{i}}.{n}.{{rest}}") for n in ("norm1", "norm2")),
-        *(Rule(f"{merger}.linear_{n}.{{rest}}", f"vision.deepstack_mergers.{{i}}.{n}.{{rest}}") for n in ("fc1", "fc2")),
+        *(
+            Rule(f"{merger}.linear_{n}.{{rest}}", f"vision.deepstack_mergers.{{i}}.{n}.{{rest}}")
+            for n in ("fc1", "fc2")
+        ),
         Rule(f"{merger}.norm.{{rest}}", "vision.deepstack_mergers.{i}.norm.{rest}"),
         *(Rule(f"{VISION}.merger.linear_{n}.{{rest}}", f"vision.merger.{n}.{{rest}}") for n in ("fc1", "fc2")),
         Rule(f"{VISION}.merger.norm.{{rest}}", "vision.merger.norm.{rest}"),

@@ -1,6 +1,6 @@
 """Florence-2's encoder side: DaViT, the projector to the text width, and BART's encoder.
 
-Facts: microsoft/Florence-2-large (``modeling_florence2.py``), transformers 5.5 ``models/florence2`` and ``models/bart``.
+Facts: microsoft/Florence-2-large, transformers 5.5 ``models/florence2`` and ``models/bart``.
 Dropout and stochastic depth are counter based (see `blocks/dropout.py`).
 
 Axes: N images, L tokens of an image (row by row), C channels, h w rows and columns; B samples, T text tokens, D width.
@@ -63,7 +63,7 @@ class ConvEmbed(nn.Module):
 
 
 class WindowAttention(nn.Module):
-    """Attention inside windows of `window` × `window`; zero padding at the right and bottom takes part, as officially."""
+    """Attention inside windows of `window` × `window`; zero padding at the right and bottom takes part."""
 
     def __init__(self, dim: int, heads: int, window: int):
         super().__init__()
@@ -78,9 +78,7 @@ class WindowAttention(nn.Module):
         if down or right:
             x_NhwC = F.pad(x_NhwC, (0, 0, 0, right, 0, down))
         rows, columns = (h + down) // side, (w + right) // side
-        x_WLC = (
-            x_NhwC.view(n, rows, side, columns, side, c).transpose(2, 3).reshape(n * rows * columns, side * side, c)
-        )
+        x_WLC = x_NhwC.view(n, rows, side, columns, side, c).transpose(2, 3).reshape(n * rows * columns, side * side, c)
         q, k, v = self.qkv(x_WLC).view(*x_WLC.shape[:2], 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
         out_WLC = self.proj(attention(q, k, v).transpose(1, 2).reshape(x_WLC.shape))
         out_NhwC = out_WLC.view(n, rows, columns, side, side, c).transpose(2, 3).reshape(n, h + down, w + right, c)

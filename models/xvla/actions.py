@@ -1,7 +1,6 @@
 """X-VLA's action spaces: which dimensions make which loss, and which are grippers.
 
-Facts: github.com/2toinf/X-VLA ``action_hub.py`` (also LeRobot 0.6.1). Every term there is a mean over samples, steps and
-its dimensions; here each is a masked (sum, count), so padded steps can be left out. Two means added there (one an arm)
+Facts: github.com/2toinf/X-VLA ``action_hub.py``. Every term there is a mean over samples, steps and its dimensions; here each is a masked (sum, count), so padded steps can be left out. Two means added there (one an arm)
 are one mean over both arms with twice the weight, since both count equally.
 
 Axes: B samples, H action steps, A action dimensions.
@@ -57,7 +56,9 @@ class ActionSpace:
         for term in self.terms:
             p, t, mask = (_take(x, term.dims) for x in (predicted, target, mask_BHA))
             t = torch.where(mask, t, torch.zeros((), dtype=t.dtype, device=t.device))
-            error = (p - t).square() if term.kind == "mse" else F.binary_cross_entropy_with_logits(p, t, reduction="none")
+            error = (
+                (p - t).square() if term.kind == "mse" else F.binary_cross_entropy_with_logits(p, t, reduction="none")
+            )
             kept = torch.where(mask, error, torch.zeros((), dtype=error.dtype, device=error.device))
             terms[term.name] = LossTerm(kept.sum(), mask.sum().float(), term.weight)
         return terms

@@ -120,7 +120,12 @@ class Model(EmbodiedModel):
 
     @classmethod
     def contract(cls, config: ModelConfig) -> Contract:
-        views, size, horizon, width = config.num_image_views, config.image_size, config.action_horizon, config.action_dim
+        views, size, horizon, width = (
+            config.num_image_views,
+            config.image_size,
+            config.action_horizon,
+            config.action_dim,
+        )
         fields = {
             "images": Field((views, 3, size, size), torch.float32, "VCHW", -2.0, 2.0),
             "image_mask": Field((views,), torch.bool, "V"),
