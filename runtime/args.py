@@ -49,7 +49,7 @@ class TrainingArgs:
     lr_base: float = rate(2.5e-5, "Learning rate after warm-up", above=0)
     lr_decay_style: str = rate("cosine_with_min_lr", "Schedule of the learning rate",
                                choices=["constant", "constant_with_warmup", "linear", "cosine",
-                                        "cosine_with_min_lr"])
+                                        "cosine_with_min_lr", "openpi_cosine", "lerobot_cosine"])
     lr_warmup_iters: int = rate(2000, "Steps of linear warm-up", low=0)
     lr_decay_iters: int | None = rate(None, "Step at which decay ends; none is --train-iters", low=1)
     min_lr: float = rate(1e-6, "Floor of the decay", low=0)
