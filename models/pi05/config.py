@@ -101,6 +101,9 @@ class DataConfig(schema.DataConfig):
     max_token_len: prompt tokens; None: the model's.
     image_antialias: False resizes as LeRobot (bilinear, in float, on the device), True as OpenPI's data transform
         (Pillow's antialiased bilinear, to uint8, on the CPU). They differ visibly when an image shrinks.
+    resize_on_device: without antialiasing, ship raw frames and resize on the device (where all cameras of the dataset have
+        one size); False resizes in the workers, rounded to uint8, as a mixture of datasets with other sizes needs.
+    normalization_convention: how small ranges are treated, see `data.normalize`.
     discrete_state_input: write the state into the prompt; False uses the task alone and no state (``pi05_libero``).
     loss_dims: ``real`` averages over the robot's action dimensions (LeRobot), ``all`` also over the padding (OpenPI).
     pad_steps: ``mask`` leaves steps beyond the episode's end out of the loss, ``train`` counts them (both published
@@ -112,6 +115,8 @@ class DataConfig(schema.DataConfig):
     image_mask: tuple[bool, ...] | None = None
     max_token_len: int | None = None
     image_antialias: bool = False
+    resize_on_device: bool = True
+    normalization_convention: str = "vlaforge"
     discrete_state_input: bool = True
     loss_dims: str = "real"
     pad_steps: str = "mask"

@@ -1,0 +1,229 @@
+"""A recorded sample → π0.5's batch fields, and its actions back to robot units.
+
+Facts: openpi ``transforms.py``, ``tokenizer.py`` and ``model.py``; LeRobot 0.6.1 ``processor_pi05.py``.
+
+Axes: V views, H action steps, A action dimensions inside the model, S state dimensions, L prompt tokens.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from vlaforge.data.dataset import DatasetInfo
+from vlaforge.data.errors import UserError, unknown
+from vlaforge.data.images import resize_with_pad, resize_with_pad_pil, to_float
+from vlaforge.data.normalize import NormalizerSet
+from vlaforge.data.schema import ACTION, ACTION_IS_PAD, IMAGES, STATE, TASK, DataNeeds, Sample
+from vlaforge.data.tokenizer import Tokenizer
+from vlaforge.data.transforms import ColorJitter, Compose, RandomCrop, Resize, Rotate
+from vlaforge.models.pi05.config import DataConfig, ModelConfig
+
+SLOTS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
+"""Names of the camera slots, in the order of the prefix; a model with more continues with ``view_3``, ..."""
+
+BIN_EDGES = np.linspace(-1.0, 1.0, 257)[:-1]
+
+
+def discretise(state_S: np.ndarray) -> np.ndarray:
+    """Normalised state → int64 bins: 0 to 255 over [-1, 1), -1 below, and 255 from there up. Nothing is clipped."""
+    return np.digitize(state_S, BIN_EDGES) - 1
+
+
+def prompt(task: str, state_S: np.ndarray | None) -> str:
+    """The text the model reads; `state` is normalised, None leaves it out (the form that π0 had)."""
+    cleaned = task.strip().replace("_", " ").replace("\n", " ")
+    if state_S is None:
+        return f"{cleaned}\n"
+    return f"Task: {cleaned}, State: {' '.join(map(str, discretise(state_S)))};\nAction: "
+
+
+class Processing:
+    """Args:
+    normalizers: entries ``action`` and ``state``.
+    dataset_info: of the dataset that samples or observations come from.
+
+    Raises UserError where data and model do not fit: sizes, cameras, dimensions, tokenizer.
+    """
+
+    tokenizer_options: ClassVar[dict[str, Any]] = {"bos": True, "pad_id": 0}
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        data_config: DataConfig,
+        normalizers: NormalizerSet,
+        tokenizer: Tokenizer,
+        dataset_info: DatasetInfo,
+    ):
+        self.model, self.data, self.info = model_config, data_config, dataset_info
+        self.normalizers, self.tokenizer = normalizers, tokenizer
+        self.length = data_config.max_token_len or model_config.max_token_len
+        self.action_dim = model_config.action_dim or dataset_info.action_dim
+        self.transform = getattr(data_config, "action_transform", None)
+        self._check()
+        self.cameras = assign_cameras(model_config, data_config, dataset_info)
+        self.on_device = self._resizes_on_device()
+        self._warned = False
+
+    def _check(self) -> None:
+        model, data = self.model, self.data
+        if data.image_size != model.image_size:
+            raise UserError(
+                f"data.image_size is {data.image_size}, but model.image_size is {model.image_size}: set both alike."
+            )
+        if self.length > model.max_token_len:
+            raise UserError(
+                f"data.max_token_len is {self.length}, more than model.max_token_len, {model.max_token_len}."
+            )
+        if self.action_dim > model.max_action_dim:
+            raise UserError(
+                f"The actions have {self.action_dim} dimensions, more than model.max_action_dim, {model.max_action_dim}."
+            )
+        if self.tokenizer.vocab_size > model.vocab_size:
+            raise UserError(
+                f"The tokenizer '{self.tokenizer.path}' has {self.tokenizer.vocab_size} entries, but model.vocab_size is "
+                f"{model.vocab_size}: give this model's tokenizer with --tokenizer-path."
+            )
+
+    def _resizes_on_device(self) -> bool:
+        """Raw frames go to the device when it can do all that is left: one size, no Pillow, no augmentation."""
+        used = [self.info.cameras[name] for name in self.cameras if name is not None]
+        one_size = len({(camera.height, camera.width) for camera in used}) == 1
+        wanted = self.data.resize_on_device and not (self.data.image_antialias or self.data.image_augment)
+        return wanted and one_size
+
+    def needs(self) -> DataNeeds:
+        names = tuple(dict.fromkeys(name for name in self.cameras if name is not None))
+        return DataNeeds(action_offsets=tuple(range(self.model.action_horizon)), cameras=names)
+
+    def sample(self, sample: Sample, rng: np.random.Generator, training: bool) -> dict[str, np.ndarray]:
+        """One sample → fields without the batch axis; `rng` serves augmentation alone."""
+        fields = self.observe(sample, rng if training and self.data.image_augment else None)
+        actions = np.asarray(sample[ACTION], np.float32)
+        if self.transform is not None:
+            actions = self.transform.apply(actions, sample.get(STATE))
+        real = self.normalizers.normalize("action", actions)
+        horizon, width = self.model.action_horizon, self.model.max_action_dim
+        padded, mask = np.zeros((horizon, width), np.float32), np.zeros((horizon, width), bool)
+        padded[:, : real.shape[-1]] = real
+        mask[:, : width if self.data.loss_dims == "all" else real.shape[-1]] = True
+        if self.data.pad_steps == "mask":
+            mask &= ~np.asarray(sample[ACTION_IS_PAD], bool)[:, None]
+        return {**fields, "actions": padded, "action_mask": mask}
+
+    def observe(self, obs: Sample, rng: np.random.Generator | None = None) -> dict[str, np.ndarray]:
+        """Images, prompt and their masks: what `act` needs. A camera missing from `obs` is masked."""
+        frames = [None if name is None else obs.get(f"{IMAGES}{name}") for name in self.cameras]
+        state = self._state(obs) if self.data.discrete_state_input else None
+        tokens, token_mask = self._tokens(prompt(str(obs.get(TASK, "")), state))
+        return {
+            "images": self._images(frames, rng),
+            "image_mask": np.array([frame is not None for frame in frames]),
+            "tokens": tokens,
+            "token_mask": token_mask,
+        }
+
+    def actions(self, x_HA: np.ndarray, sample: Mapping[str, Any] | None = None) -> np.ndarray:
+        """Normalised model output [..., H, A] → robot units [..., H, action_dim], float32.
+
+        `sample` gives the state that relative actions refer to.
+        """
+        actions = self.normalizers.denormalize("action", np.asarray(x_HA, np.float32)[..., : self.action_dim])
+        if self.transform is not None:
+            actions = self.transform.invert(actions, None if sample is None else sample.get(STATE))
+        return actions
+
+    def _state(self, obs: Sample) -> np.ndarray:
+        if STATE not in obs:
+            raise UserError(
+                "π0.5 writes the robot's state into the prompt, but the dataset has none: name its column with "
+                "data.state_key, or set data.discrete_state_input=false."
+            )
+        return self.normalizers.normalize("state", obs[STATE])
+
+    def _tokens(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        tokens, mask = self.tokenizer.encode(text, self.length)
+        if mask.all() and not self._warned and len(self.tokenizer.ids(text)) > self.length:
+            self._warned = True
+            warnings.warn(
+                f"A prompt has {len(self.tokenizer.ids(text))} tokens and loses those behind {self.length}, its end with "
+                f"'Action:' among them; raise data.max_token_len and model.max_token_len. Prompt: {text!r}",
+                stacklevel=2,
+            )
+        return tokens, mask
+
+    def _images(self, frames: list[np.ndarray | None], rng: np.random.Generator | None) -> np.ndarray:
+        """uint8 [V, h, w, 3]; absent views are black. Raw size when the device resizes, else the model's."""
+        sizes = {frame.shape for frame in frames if frame is not None}
+        if not sizes:
+            raise UserError(f"The observation has none of the cameras {[name for name in self.cameras if name]}.")
+        raw = self.on_device and len(sizes) == 1
+        shape = sizes.pop() if raw else (self.model.image_size, self.model.image_size, 3)
+        out = np.zeros((len(frames), *shape), np.uint8)
+        for view, frame in enumerate(frames):
+            if frame is not None:
+                out[view] = frame if raw else self._resized(frame)
+                if rng is not None:
+                    out[view] = augmented(out[view], rng, wrist="wrist" in self.slots[view])
+        return out
+
+    def _resized(self, frame: np.ndarray) -> np.ndarray:
+        size = self.model.image_size
+        if self.data.image_antialias:
+            return resize_with_pad_pil(frame, size, size)
+        resized = resize_with_pad(to_float(torch.from_numpy(np.ascontiguousarray(frame))[None]), size, size)
+        return (resized[0].permute(1, 2, 0) * 255.0).round().to(torch.uint8).numpy()
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return slot_names(len(self.cameras))
+
+
+def augmented(frame: np.ndarray, rng: np.random.Generator, wrist: bool) -> np.ndarray:
+    """OpenPI's training augmentation of one view, uint8 in and out; wrist cameras change colour only."""
+    height, width = frame.shape[:2]
+    colour = ColorJitter(brightness=0.3, contrast=0.4, saturation=0.5)
+    steps = (colour,) if wrist else (RandomCrop(0.95), Resize(height, width), Rotate(5.0), colour)
+    x_13HW = Compose(steps, low=0.0).apply(frame[None], [rng])
+    return (x_13HW[0].permute(1, 2, 0) * 255.0).round().to(torch.uint8).numpy()
+
+
+def slot_names(count: int) -> tuple[str, ...]:
+    return SLOTS[:count] + tuple(f"view_{i}" for i in range(len(SLOTS), count))
+
+
+def assign_cameras(model: ModelConfig, data: DataConfig, info: DatasetInfo) -> tuple[str | None, ...]:
+    """The dataset's camera for each slot, None where the slot stays empty.
+
+    Without `data.cameras` they fill the slots in the dataset's order, and must all fit.
+    """
+    count = data.num_images or model.num_images
+    if count > model.num_images:
+        raise UserError(f"data.num_images is {count}, but the model has {model.num_images} camera slots.")
+    slots = slot_names(count)
+    for slot, camera in data.cameras.items():
+        if slot not in slots:
+            raise unknown("camera slot", slot, slots)
+        if camera not in info.cameras:
+            raise unknown("camera", camera, info.cameras)
+    if data.cameras:
+        chosen = [data.cameras.get(slot) for slot in slots]
+    elif len(info.cameras) > count:
+        raise UserError(
+            f"The dataset has {len(info.cameras)} cameras ({', '.join(info.cameras)}) for {count} slots: choose them with "
+            f"data.cameras.{slots[0]}=NAME and so on."
+        )
+    else:
+        chosen = [*info.cameras, *[None] * (count - len(info.cameras))]
+    if data.image_mask is not None:
+        if len(data.image_mask) != count:
+            raise UserError(f"data.image_mask has {len(data.image_mask)} entries for {count} camera slots.")
+        chosen = [name if used else None for name, used in zip(chosen, data.image_mask)]
+    if not any(chosen):
+        raise UserError("No camera is left for the model: the dataset has none, or data.image_mask hides all.")
+    return tuple(chosen)
