@@ -301,3 +301,16 @@ def _yaml_lines(tree: Mapping[str, Any], origins: Mapping[str, str], path: str =
 def _scalar(value: Any) -> str:
     text = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True).strip()
     return text.removesuffix("\n...").removesuffix("...").strip()
+
+
+def setting_lines(resolved: Resolved) -> list[str]:
+    """``model.x = value`` for each setting of the model and the data, in order of declaration."""
+    tree = {section: values for section, values in resolved.tree().items() if section != "train"}
+    lines = []
+    for section, values in tree.items():
+        for name in _leaf_names(values, section):
+            here: Any = tree
+            for part in name.split("."):
+                here = here[part]
+            lines.append(f"{name} = {_scalar(here)}")
+    return lines

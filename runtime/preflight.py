@@ -24,6 +24,7 @@ from vlaforge.graphs.devices import GIB, device_kind
 from vlaforge.models.convert import Account
 from vlaforge.models.convert import detect as detect_layout
 from vlaforge.runtime.args import TrainingArgs
+from vlaforge.runtime.checkpoint.store import Checkpoints
 from vlaforge.runtime.config import Resolved
 from vlaforge.runtime.setup import Setup, build_setup
 
@@ -70,15 +71,14 @@ def check_output(folder: Path) -> None:
 
 def check_resume(args: TrainingArgs, passed: Passed) -> None:
     """There is something to resume from."""
-    from vlaforge.runtime.checkpoint import newest
-
-    found = newest(Path(args.output_dir))
+    folder = Path(args.output_dir) / "checkpoints"
+    found = Checkpoints(folder).newest()
     if found is None:
         raise UserError(
-            f"There is no whole checkpoint in '{Path(args.output_dir) / 'checkpoints'}' to resume from: leave out "
-            f"--resume to start anew, or name the run's folder with --output-dir."
+            f"There is no whole checkpoint in '{folder}' to resume from: leave out --resume to start anew, or name the "
+            f"run's folder with --output-dir."
         )
-    passed("resume", f"from {found}")
+    passed("resume", f"from {found[1]}")
 
 
 def meta_model(setup: Setup) -> torch.nn.Module:

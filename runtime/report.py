@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from vlaforge.runtime.console import duration
 from vlaforge.runtime.openloop import Prediction, table
 
 INK, FAINT, GOOD, BAD = "#1f2430", "#9aa3b2", "#1f77b4", "#d08770"
@@ -35,9 +36,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def column(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
     """(steps, values) of one metric where it is a finite number."""
     pairs = [
-        (row["step"], row[name])
-        for row in rows
-        if isinstance(row.get(name), (int, float)) and math.isfinite(row[name])
+        (row["step"], row[name]) for row in rows if isinstance(row.get(name), (int, float)) and math.isfinite(row[name])
     ]
     steps, values = zip(*pairs) if pairs else ((), ())
     return np.asarray(steps, float), np.asarray(values, float)
@@ -154,9 +153,7 @@ def write_page(folder: Path, title: str, facts: Mapping[str, str], texts: Mappin
         if (folder / name).exists():
             data = base64.b64encode((folder / name).read_bytes()).decode()
             parts.append(f'<h2>{heading}</h2><img alt="{heading}" src="data:image/png;base64,{data}">')
-    parts += [
-        f"<h2>{html.escape(head)}</h2><pre>{html.escape(text)}</pre>" for head, text in texts.items() if text
-    ]
+    parts += [f"<h2>{html.escape(head)}</h2><pre>{html.escape(text)}</pre>" for head, text in texts.items() if text]
     path = folder / "report.html"
     path.write_text(_PAGE.format(title=html.escape(title), body="".join(parts)), encoding="utf-8")
     return path
@@ -187,3 +184,49 @@ def openloop_words(result: Mapping[str, Any]) -> str:
         parts.insert(0, f"{result['trained_over_untrained']:.2f} of the untrained model's")
     lines.append(f"  The trained model's error is {' and '.join(parts)}.")
     return "\n".join(lines)
+
+
+def finish(
+    folder: Path,
+    title: str,
+    rows: Sequence[Mapping[str, Any]],
+    result: Mapping[str, Any] | None,
+    facts: Mapping[str, str],
+    texts: Mapping[str, str],
+) -> str:
+    """Draws the pictures, writes report.html, and returns the last words of a run.
+
+    Args:
+        folder: of the run; `openloop_picture` has drawn into it already.
+        rows: of metrics.jsonl.
+        result: of the open-loop check, or None.
+        facts, texts: for the page.
+    """
+    words = []
+    if rows:
+        loss_curve(rows, title, folder / "loss.png")
+        speed_picture(rows, folder / "speed.png")
+        start, end = first_and_last(column(rows, "loss")[1])
+        words.append(f"Loss: {start:.4f} at the start, {end:.4f} at the end ({end / start:.0%}).")
+        facts = {"loss": f"{start:.4f} at the start, {end:.4f} at the end", **facts}
+    opened = openloop_words(result) if result is not None else ""
+    if opened:
+        words += ["", opened]
+    write_page(folder, title, facts, {"Open loop": opened, **texts})
+    names = {
+        "loss.png": "loss curve", "openloop.png": "open-loop picture", "openloop.json": "open-loop numbers",
+        "report.html": "run page", "metrics.jsonl": "metrics", "config.yaml": "configuration", "log.txt": "log",
+    }  # fmt: skip
+    words.append("")
+    words += [f"{label:<18} {folder / name}" for name, label in names.items() if (folder / name).exists()]
+    return "\n".join(words)
+
+
+def run_facts(rows: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, str]:
+    """What a run took: steps, time, and the median speed after its first tenth."""
+    facts = {"steps": str(rows[-1]["step"]) if rows else "0", "time": duration(seconds)}
+    for name, label, scale, unit in (("samples_per_s", "samples/s", 1, ""), ("data_wait", "data wait", 100, " %")):
+        values = column(rows, name)[1]
+        if len(values):
+            facts[f"median {label}"] = f"{np.median(values[len(values) // 10 :]) * scale:.3g}{unit}"
+    return facts

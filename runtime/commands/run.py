@@ -1,0 +1,147 @@
+"""`forge-run`: from a command line to a trained model, or to one sentence why not.
+
+    forge-run --model pi05 --preset tiny --compile --train-iters 200 data.cameras.base_0_rgb=scene
+
+Exit codes: 0 done, 1 the run failed, 2 something given cannot be used, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from vlaforge.data.errors import UserError
+from vlaforge.runtime.args import TrainingArgs
+from vlaforge.runtime.config import Resolved, resolve_given, setting_lines
+from vlaforge.runtime.console import Console
+from vlaforge.runtime.flags import Given, help_text, parse
+
+KEPT = ("checkpoints", "metrics.jsonl", "log.txt", "config.yaml", "openloop.json", "openloop.npz", "report.html")
+"""What a former run left in its output folder, and a new one must not be mixed with; pictures (*.png) too."""
+
+INTRO = """usage: forge-run --model FAMILY [--preset NAME] [flags] [model.x=...] [data.x=...]
+
+Trains a model. Flags and settings may be mixed in any order; a setting belongs to the model's or the data's
+configuration (forge-run --model FAMILY --help lists them). Later wins: dataclass defaults < preset < recipe <
+--config-file < command line.
+"""
+OUTRO = """A run writes checkpoints, metrics.jsonl, log.txt, config.yaml (give it back with --config-file) and
+report.html to --output-dir.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv` (default: the process's) and returns the exit code."""
+    try:
+        return run(parse(TrainingArgs, sys.argv[1:] if argv is None else argv))
+    except UserError as error:
+        print(f"forge-run: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("forge-run: interrupted", file=sys.stderr)
+        return 130
+
+
+def run(given: Given) -> int:
+    if given.help:
+        print(help_text(TrainingArgs, INTRO, OUTRO + _settings_help(given)), end="")
+        return 0
+    resolved = resolve_given(given)
+    if resolved.args.print_config:
+        print(resolved.to_yaml(), end="")
+        return 0
+    console = Console()
+    if resolved.args.plan:
+        return show_plan(resolved, console)
+    if resolved.args.dry_run:
+        return dry_run(resolved, console)
+    return train(resolved, console)
+
+
+def _settings_help(given: Given) -> str:
+    """The model's and data settings with their values, when a model is named beside ``--help``."""
+    if "model" not in given.flags:
+        return ""
+    lines = setting_lines(resolve_given(given))
+    return f"\nSettings of {given.flags['model']} and their values here:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def show_plan(resolved: Resolved, console: Console) -> int:
+    """``--plan``: what would be changed in the model, and why; needs neither data nor weights."""
+    import torch
+
+    from vlaforge.graphs import make_plan
+    from vlaforge.runtime.preflight import plan_options
+    from vlaforge.runtime.setup import pick_device
+
+    options = plan_options(resolved.args, pick_device(resolved.args.device))
+    with torch.device("meta"):
+        model = resolved.family.model(resolved.model_config)
+    console.say(make_plan(model, resolved.family.model.contract(resolved.model_config), options).text())
+    return 0
+
+
+def dry_run(resolved: Resolved, console: Console) -> int:
+    """``--dry-run``: every check, then the memory that a step will need."""
+    from vlaforge.runtime.preflight import memory_report, preflight
+
+    for note in resolved.notes:
+        console.say(f"note  {note}")
+    setup = preflight(resolved, lambda name, what: console.say(f"ok    {name:<18} {what}"))
+    for note in setup.notes:
+        console.say(f"note  {note}")
+    console.say()
+    console.say(memory_report(setup))
+    console.say()
+    console.say("All checks passed; nothing was trained (--dry-run).")
+    return 0
+
+
+def train(resolved: Resolved, console: Console) -> int:
+    """Checks, trains and reports."""
+    began = time.perf_counter()
+    from vlaforge.data import norm_table
+    from vlaforge.runtime.preflight import preflight
+    from vlaforge.runtime.session import Session
+    from vlaforge.runtime.trainer import Trainer
+
+    checks: list[tuple[str, str]] = []
+    setup = preflight(resolved, lambda name, what: checks.append((name, what)))
+    folder = Path(resolved.args.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    moved = None if resolved.args.resume else set_aside(folder)
+    console.log = folder / "log.txt"
+    resolved.save(folder / "config.yaml")
+    if moved is not None:
+        console.say(f"note  a former run was in this folder: it is now in {moved}")
+    for name, what in checks:
+        console.say(f"{name:<16} {what}")
+    if setup.norm_rows:
+        console.say(norm_table.text(setup.norm_rows))
+    for note in (*resolved.notes, *setup.notes):
+        console.say(f"note  {note}")
+    with Session(setup, console, began) as session:
+        Trainer(setup, session).train()
+    return 0
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Moves what a former run left into a subfolder, so that nothing is lost or mixed; returns the subfolder."""
+    left = [folder / name for name in KEPT if (folder / name).exists()] + sorted(folder.glob("*.png"))
+    if not left:
+        return None
+    target = folder / f"former-{time.strftime('%Y%m%d-%H%M%S')}"
+    number = 2
+    while target.exists():
+        target = target.with_name(f"{target.name.split('+')[0]}+{number}")
+        number += 1
+    target.mkdir()
+    for path in left:
+        path.rename(target / path.name)
+    return target
+
+
+if __name__ == "__main__":
+    sys.exit(main())
