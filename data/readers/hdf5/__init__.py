@@ -26,10 +26,8 @@ def detect(path: Path) -> str | None:
     return None
 
 
-def open_recordings(
-    path: Path, layout: str | None, options: Options, episodes: Sequence[int] | str | None, split: str
-) -> Hdf5Reader:
-    """Opens the HDF5 dataset at `path`. UserError when it holds no HDF5 files, or none of the convention."""
+def resolve_layout(path: Path, layout: str | None) -> str:
+    """`layout`, or the one found at `path`. UserError when it is unknown, or there are no files of a known one."""
     if layout is not None and layout not in LAYOUTS:
         raise unknown("HDF5 layout", layout, LAYOUTS)
     if not hdf5_files(path):
@@ -38,5 +36,13 @@ def open_recordings(
     if layout is None:
         known = "; ".join(f"{name}: {module.HOLDS}" for name, module in LAYOUTS.items())
         raise UserError(f"{hdf5_files(path)[0]} is of no known HDF5 layout ({known}).")
+    return layout
+
+
+def open_recordings(
+    path: Path, layout: str | None, options: Options, episodes: Sequence[int] | str | None, split: str
+) -> Hdf5Reader:
+    """Opens the HDF5 dataset at `path`. UserError when it holds no HDF5 files, or none of the convention."""
+    layout = resolve_layout(path, layout)
     reader = agilex.AgilexReader if layout == agilex.NAME else Hdf5Reader
     return reader(path, LAYOUTS[layout].collect(path, options), episodes, split)

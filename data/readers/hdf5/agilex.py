@@ -61,13 +61,17 @@ def matches(file: h5py.File) -> bool:
     return isinstance(poses, h5py.Dataset) and poses.ndim == 2 and poses.shape[1] == 16
 
 
+def files(path: Path) -> list[Path]:
+    return _listing(path)[1]
+
+
 def collect(path: Path, options: Options) -> Collection:
-    meta, files = _listing(path)
+    meta, listed = _listing(path)
     keys = meta.get("observation_key") or ["observations/images/cam_high"]
     robot = meta.get("robot_type") or meta.get("dataset_name") or "AIR-AGILEX"
     language = options.language_key or meta.get("language_instruction_key") or "language_instruction"
     recordings, arms = [], []
-    for name in files:
+    for name in listed:
         with open_hdf5(name) as file:
             if not matches(file):
                 raise UserError(f"{name} is not an AgileX recording: it lacks {HOLDS}.")
@@ -84,7 +88,10 @@ def collect(path: Path, options: Options) -> Collection:
 
 
 def _listing(path: Path) -> tuple[dict, list[Path]]:
-    """(metadata, recordings): those of ``datalist``, relative to the folder, else all files of the folder."""
+    """(metadata, recordings): those of ``datalist``, relative to the folder, else all files of the folder.
+
+    Where `path` is one recording, that one, with the metadata beside it.
+    """
     root = path if path.is_dir() else path.parent
     for candidate in [root / "metadata.json", *sorted(root.glob("*.json"))]:
         if not candidate.is_file():
@@ -95,7 +102,7 @@ def _listing(path: Path) -> tuple[dict, list[Path]]:
             raise UserError(f"{candidate} is not valid JSON: {error}.") from None
         if isinstance(meta, dict) and meta.get("datalist"):
             listed = [entry if isinstance(entry, str) else entry[0] for entry in meta["datalist"]]
-            return meta, [root / entry for entry in listed]
+            return meta, [path] if path.is_file() else [root / entry for entry in listed]
         if isinstance(meta, dict) and "dataset_name" in meta:
             return meta, hdf5_files(path)
     return {}, hdf5_files(path)

@@ -17,6 +17,9 @@ NAME, FPS = "aloha", 50.0
 HOLDS = "action, observations/qpos and observations/images/<camera>"
 
 
+files = hdf5_files
+
+
 def matches(file: h5py.File) -> bool:
     return "action" in file and isinstance(file.get("observations/images"), h5py.Group)
 

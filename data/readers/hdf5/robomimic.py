@@ -28,6 +28,9 @@ STATES = (
 )
 
 
+files = hdf5_files
+
+
 def matches(file: h5py.File) -> bool:
     data = file.get("data")
     return isinstance(data, h5py.Group) and any(_is_demo(demo) for demo in data.values())

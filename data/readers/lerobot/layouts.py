@@ -65,9 +65,15 @@ class Layout(ABC):
     def tasks(self) -> dict[int, str]:
         """Task texts by task number."""
 
-    @abstractmethod
-    def statistics(self) -> dict[str, dict[str, Any]] | list[dict[str, dict[str, Any]]] | None:
-        """The dataset's statistics, those of each episode in turn, or None."""
+    statistics_file: str = "meta/stats.json"
+
+    def statistics(self) -> dict[str, dict[str, Any]] | None:
+        """Statistics of the whole dataset, by feature and name; None when it carries none."""
+        return read_json(self.root / "meta/stats.json")
+
+    def episode_statistics(self) -> list[dict[str, dict[str, Any]]]:
+        """Statistics of each episode, in the order of the metadata; empty when it carries none."""
+        return []
 
     def _path(self, kind: str, **values: Any) -> str:
         template = self.info.get(f"{kind}_path") or self.default_paths[kind]
@@ -110,18 +116,14 @@ class _V2(Layout):
 class V20(_V2):
     version, files = "v2.0", ("meta/episodes.jsonl", "meta/tasks.jsonl")
 
-    def statistics(self) -> dict[str, dict[str, Any]] | None:
-        return read_json(self.root / "meta/stats.json")
-
 
 class V21(_V2):
     version, files = "v2.1", ("meta/episodes.jsonl", "meta/tasks.jsonl")
+    statistics_file = "meta/episodes_stats.jsonl"
 
-    def statistics(self) -> list[dict[str, dict[str, Any]]] | dict[str, dict[str, Any]] | None:
-        path = self.root / "meta/episodes_stats.jsonl"
-        if path.is_file():
-            return [line["stats"] for line in read_lines(path, ("stats",))]
-        return read_json(self.root / "meta/stats.json")
+    def episode_statistics(self) -> list[dict[str, dict[str, Any]]]:
+        path = self.root / self.statistics_file
+        return [line["stats"] for line in read_lines(path, ("stats",))] if path.is_file() else []
 
 
 class V30(Layout):
@@ -149,7 +151,7 @@ class V30(Layout):
                 start = frame_of(row[f"videos/{key}/from_timestamp"], self.info["fps"])
                 videos[key] = VideoPart(path, start, totals[key, path])
             data = self._path("data", chunk_index=row["data/chunk_index"], file_index=row["data/file_index"])
-            extra = {key: value for key, value in row.items() if "/" not in key and key not in _EPISODE}
+            extra = {key: value for key, value in row.items() if "/" not in key and key not in _EPISODE[:4]}
             start = row["dataset_from_index"]
             entry = Entry(row["episode_index"], row["length"], start, tuple(row["tasks"] or ()), data, videos, extra)
             entries.append(entry)
@@ -161,7 +163,7 @@ class V30(Layout):
             f"videos/{key}/{name}" for key in video_keys for name in ("chunk_index", "file_index", "from_timestamp")
         ]
         rows: list[dict[str, Any]] = []
-        for path in sorted((self.root / "meta/episodes").glob("chunk-*/file-*.parquet")):
+        for path in self._episode_files():
             table = read_table(path)
             names = set(table.schema.names)
             missing = [name for name in wanted if name not in names and name != "tasks"]
@@ -189,8 +191,21 @@ class V30(Layout):
         text = "task" if "task" in texts else texts[0]
         return dict(zip(table["task_index"].to_pylist(), table[text].to_pylist()))
 
-    def statistics(self) -> dict[str, dict[str, Any]] | None:
-        return read_json(self.root / "meta/stats.json")
+    def episode_statistics(self) -> list[dict[str, dict[str, Any]]]:
+        found: list[dict[str, dict[str, Any]]] = []
+        for path in self._episode_files():
+            table = read_table(path)
+            names = [name for name in table.schema.names if name.startswith("stats/")]
+            for row in table.select(names).to_pylist() if names else []:
+                episode: dict[str, dict[str, Any]] = {}
+                for name, value in row.items():
+                    _, key, statistic = name.split("/", 2)
+                    episode.setdefault(key, {})[statistic] = value
+                found.append(episode)
+        return found
+
+    def _episode_files(self) -> list[Path]:
+        return sorted((self.root / "meta/episodes").glob("chunk-*/file-*.parquet"))
 
 
 _EPISODE = ("episode_index", "length", "tasks", "dataset_from_index", "dataset_to_index")

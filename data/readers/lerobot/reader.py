@@ -258,9 +258,7 @@ class LeRobotReader(Dataset):
 
     def stored_statistics(self) -> Mapping[str, Mapping[str, np.ndarray]] | None:
         """As stored (v2.1: merged over the episodes, without quantiles); cameras by channel, [C]."""
-        stored = self._layout.statistics()
-        if isinstance(stored, list):
-            stored = merge_episodes(stored)
+        stored = self._layout.statistics() or merge_episodes(self._layout.episode_statistics())
         if not stored:
             return None
         layouts = {self.features.camera_keys[name]: layout for name, layout in self.features.layouts.items()}
