@@ -45,12 +45,16 @@ class PatchEmbed(nn.Module):
 
     def forward(self, images_N3SS: Tensor) -> Tensor:
         """[N, 3, S, S] → [N, L, W] in the weight's dtype; pixels beyond the last whole patch are left out."""
+        return F.linear(self.patches(images_N3SS), self.weight.flatten(1), self.bias)
+
+    def patches(self, images_N3SS: Tensor) -> Tensor:
+        """[N, 3, S, S] → [N, L, 3·p·p] in the weight's dtype."""
         n, channels, height, width = images_N3SS.shape
         p = self.patch_size
         rows, columns = height // p, width // p
         whole = images_N3SS[:, :, : rows * p, : columns * p].to(self.weight.dtype)
         patches = whole.reshape(n, channels, rows, p, columns, p).permute(0, 2, 4, 1, 3, 5)
-        return F.linear(patches.reshape(n, rows * columns, channels * p * p), self.weight.flatten(1), self.bias)
+        return patches.reshape(n, rows * columns, channels * p * p)
 
     def extra_repr(self) -> str:
         return f"3, {self.weight.shape[0]}, patch_size={self.patch_size}"
