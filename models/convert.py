@@ -252,10 +252,10 @@ def detect(layouts: Mapping[str, Layout], keys: Iterable[str]) -> Layout:
     """The layout that knows most of `keys` (of equals, one whose prefix they carry). UserError when none knows any."""
     keys = list(keys)
     scored = [
-        ((layout.recognised(keys), bool(layout.prefix) and all(key.startswith(layout.prefix) for key in keys)), layout)
+        ((layout.recognised(keys), all(key.startswith(layout.prefix) for key in keys), len(layout.prefix)), layout)
         for layout in layouts.values()
     ]
-    (known, _), best = max(scored, key=lambda pair: pair[0])
+    (known, *_), best = max(scored, key=lambda pair: pair[0])
     if not known:
         raise UserError(
             f"None of the checkpoint's {len(keys)} keys (such as '{keys[0] if keys else ''}') belongs to a layout that "
