@@ -82,9 +82,7 @@ class Flag:
     @property
     def bounds(self) -> str:
         words = {"low": "at least", "above": "above", "high": "at most", "below": "below"}
-        return " and ".join(
-            f"{sign} {self.meta[key]:g}" for key, sign in words.items() if self.meta[key] is not None
-        )
+        return " and ".join(f"{sign} {self.meta[key]:g}" for key, sign in words.items() if self.meta[key] is not None)
 
     @property
     def shown_default(self) -> str:
@@ -168,11 +166,7 @@ def parse(cls: type, argv: Sequence[str]) -> Given:
             given.dotlist.append((path, text))
         else:
             close = nearest(token.lstrip("-"), table, 1)
-            hint = (
-                f"did you mean '--{close[0]}'?"
-                if close
-                else "flags start with '--', settings read 'model.x=1'."
-            )
+            hint = f"did you mean '--{close[0]}'?" if close else "flags start with '--', settings read 'model.x=1'."
             raise UserError(f"'{token}' is neither a flag nor a setting: {hint}")
     return given
 
@@ -251,3 +245,19 @@ def _metavar(entry: Flag) -> str:
     if entry.meta["choices"]:
         return "NAME"
     return entry.meta["example"] or describe(entry.type).upper().split()[0]
+
+
+def markdown(cls: type, head: str) -> str:
+    """The flags by group as Markdown tables, under `head`."""
+    lines = [head.strip()]
+    title = None
+    for entry in flags_of(cls):
+        if entry.meta["group"] != title:
+            title = entry.meta["group"]
+            lines += ["", f"## {title}", "", "| flag | default | values | meaning |", "| --- | --- | --- | --- |"]
+        names = ", ".join(f"`--{name}`" for name in (entry.name, *entry.aliases))
+        if entry.is_bool:
+            names += f", `--no-{entry.name}`"
+        cells = (names, f"`{entry.shown_default}`", entry.values.replace("|", " \\| "), entry.meta["help"])
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"

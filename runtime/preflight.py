@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from vlaforge.data.collate import collate
 from vlaforge.data.errors import UserError
 from vlaforge.data.schema import sample_rng
-from vlaforge.graphs import PlanOptions
+from vlaforge.graphs import PlanOptions, make_plan
 from vlaforge.graphs.cost import step_cost
 from vlaforge.graphs.devices import GIB, device_kind
 from vlaforge.models.convert import Account
@@ -44,6 +44,7 @@ def preflight(resolved: Resolved, passed: Passed = lambda name, what: None) -> S
     files = checkpoint_files(args.pretrained_checkpoint) if args.pretrained_checkpoint else []
     setup = build_setup(resolved, passed)
     model = meta_model(setup)
+    make_plan(model, setup.contract, plan_options(args, setup.device))
     passed("model", f"{sum(p.numel() for p in model.parameters()) / 1e6:,.1f} M parameters")
     if files:
         account = check_checkpoint(files, setup, model)

@@ -104,8 +104,6 @@ def train(resolved: Resolved, console: Console) -> int:
     began = time.perf_counter()
     from vlaforge.data import norm_table
     from vlaforge.runtime.preflight import preflight
-    from vlaforge.runtime.session import Session
-    from vlaforge.runtime.trainer import Trainer
 
     checks: list[tuple[str, str]] = []
     setup = preflight(resolved, lambda name, what: checks.append((name, what)))
@@ -122,6 +120,9 @@ def train(resolved: Resolved, console: Console) -> int:
         console.say(norm_table.text(setup.norm_rows))
     for note in (*resolved.notes, *setup.notes):
         console.say(f"note  {note}")
+    from vlaforge.runtime.session import Session
+    from vlaforge.runtime.trainer import Trainer
+
     with Session(setup, console, began) as session:
         Trainer(setup, session).train()
     return 0
