@@ -1,6 +1,8 @@
 """Eagle's SigLIP-2 tower (NaFlex): linear patches, a stretched position table, optional windows and 2-D rotary.
 
-Facts: NVIDIA Eagle3-VL (Eagle-Block2A-2B-v2). Officially tokens are sorted into windows and back; attention does not depend on their order, so here windows are a mask. Patches stand in merge order (see `PatchGrid`).
+Facts: NVIDIA Eagle3-VL (Eagle-Block2A-2B-v2). Officially tokens are sorted into windows and back; attention
+does not depend on their order, so here windows are a mask.
+Patches stand in merge order (see `PatchGrid`).
 
 Axes: M images, N patches, D width, S side of the position table, K head width.
 """

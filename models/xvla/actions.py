@@ -1,7 +1,8 @@
 """X-VLA's action spaces: which dimensions make which loss, and which are grippers.
 
-Facts: github.com/2toinf/X-VLA ``action_hub.py``. Every term there is a mean over samples, steps and its dimensions; here each is a masked (sum, count), so padded steps can be left out. Two means added there (one an arm)
-are one mean over both arms with twice the weight, since both count equally.
+Facts: github.com/2toinf/X-VLA ``action_hub.py``. Every term there is a mean over samples, steps and its
+dimensions; here each is a masked (sum, count), so padded steps can be left out. Two means added there
+(one an arm) are one mean over both arms with twice the weight, since both count equally.
 
 Axes: B samples, H action steps, A action dimensions.
 """

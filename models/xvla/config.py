@@ -60,8 +60,8 @@ class ModelConfig:
             raise UserError(f"model.action_mode '{self.action_mode}' is unknown: allowed are {', '.join(NAMES)}.")
         if self.sequence > self.max_len_seq:
             raise UserError(
-                f"model.max_len_seq is {self.max_len_seq}, but {self.action_horizon} action tokens, {self.max_token_len}"
-                f" text tokens and {self.num_image_views} views make {self.sequence}: raise it or shorten them."
+                f"model.max_len_seq is {self.max_len_seq}; {self.action_horizon} action tokens, {self.max_token_len} "
+                f"text tokens and {self.num_image_views} views make {self.sequence}: raise it or shorten them."
             )
 
     @property
