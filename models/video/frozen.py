@@ -1,0 +1,126 @@
+"""Frozen encoders that stay outside the model's parameters: found on disk, or random from a seed for tests.
+
+They are built when first used, on the device of their input, take no part in checkpoints, wrappers or the optimiser,
+and encode one sample at a time. So a sample's result does not depend on its batch, and a cache made ahead of time
+holds, bit for bit, what the step would compute.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from vlaforge.data.errors import UserError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class FrozenEncoder:
+    """Base of the encoders. Subclasses say how to build the empty network and how to read official names.
+
+    Args:
+        what: the encoder's name in messages.
+        path: a weights file, or a folder that holds one of `files`; empty with a seed given.
+        seed: random weights from this seed instead of a file.
+        dtype: of weights and arithmetic.
+        files: names looked for in a folder, best first.
+        setting: dotted name of `path` in the configuration, for messages.
+    """
+
+    def __init__(self, what: str, path: str, seed: int | None, dtype: str, files: tuple[str, ...], setting: str):
+        self.what, self.path, self.seed, self.files, self.setting = what, path, seed, files, setting
+        self.dtype = DTYPES[dtype]
+        self._net: nn.Module | None = None
+
+    def build(self) -> nn.Module:
+        """The network without values (called on the meta device)."""
+        raise NotImplementedError
+
+    def canonical(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A file's tensors under the network's own names."""
+        raise NotImplementedError
+
+    def net(self, device: torch.device | str) -> nn.Module:
+        """The network on `device`, in evaluation mode and without gradients. UserError when weights are missing."""
+        if self._net is None:
+            with torch.device("meta"):
+                net = self.build()
+            state = self.canonical(read_state(self.file())) if self.path else random_state(net, self._checked_seed())
+            self._load(net, state)
+            self._net = net.eval().requires_grad_(False)
+        if next(self._net.parameters()).device != torch.device(device):
+            self._net = self._net.to(device)
+        return self._net
+
+    def file(self) -> Path:
+        """The weights file. UserError naming the setting when there is none."""
+        given = Path(self.path).expanduser()
+        if given.is_dir():
+            for name in self.files:
+                if (given / name).is_file():
+                    return given / name
+            raise UserError(f"{self.setting} '{given}' holds none of {', '.join(self.files)} ({self.what}).")
+        if not given.is_file():
+            raise UserError(
+                f"{self.setting} '{given}' does not exist: give the weights of the {self.what}, or a folder."
+            )
+        return given
+
+    def check(self) -> None:
+        """UserError now, rather than in the first step, when the weights cannot be found."""
+        self.file() if self.path else self._checked_seed()
+
+    def _checked_seed(self) -> int:
+        if self.seed is None:
+            raise UserError(
+                f"{self.setting} is empty: give the weights of the {self.what} ({' or '.join(self.files)})."
+            )
+        return self.seed
+
+    def _load(self, net: nn.Module, state: Mapping[str, Tensor]) -> None:
+        state = {name: value.to(self.dtype) if value.is_floating_point() else value for name, value in state.items()}
+        shapes = {name: value.shape for name, value in net.state_dict().items()}
+        wrong = sorted(name for name in shapes.keys() ^ state.keys())
+        wrong += sorted(name for name in shapes.keys() & state.keys() if shapes[name] != state[name].shape)
+        if wrong:
+            raise UserError(
+                f"The weights of the {self.what} do not fit its configuration: {len(wrong)} tensors are missing, "
+                f"unknown or of another shape, such as {', '.join(wrong[:4])}."
+            )
+        net.load_state_dict(state, strict=True, assign=True)
+
+
+def read_state(path: Path) -> dict[str, Tensor]:
+    """Tensors of a ``.safetensors`` file (or its ``.index.json``), or of a ``.pth`` read as plain tensors only."""
+    if path.name.endswith(".index.json"):
+        shards = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+        return {name: value for shard in shards for name, value in read_state(path.parent / shard).items()}
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def random_state(net: nn.Module, seed: int) -> dict[str, Tensor]:
+    """Values for every tensor of `net` from (seed, its name): N(0, 0.8/√fan_in), gains of 1, biases of 0.
+
+    They do not depend on library versions or on the order of construction.
+    """
+    state = {}
+    for name, empty in net.state_dict().items():
+        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") % 2**63)
+        if name.endswith("bias"):
+            state[name] = torch.zeros(empty.shape)
+        elif empty.numel() == empty.shape[0] and not name.endswith("embedding.weight"):
+            state[name] = torch.ones(empty.shape)
+        else:
+            fan_in = math.prod(empty.shape[1:])
+            state[name] = torch.randn(empty.shape, generator=generator) * (0.8 / math.sqrt(fan_in))
+    return state
