@@ -91,7 +91,7 @@ def check_statistics(
     """Statistics stored for `key` against `values` [T, D], the rows that they are of.
 
     min, max, mean and std must agree within 0.1 % of the dimension's range. Quantiles must lie between min and max;
-    where one is further than 10 % of the range from the true one, that is a warning: LeRobot averages them over episodes.
+    one further than 10 % of the range from the true one is a warning: LeRobot averages them over episodes.
     """
     rows = values.reshape(len(values), -1).astype(np.float64)
     if not len(rows) or not np.isfinite(rows).all():

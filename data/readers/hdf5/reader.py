@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
+import h5py
 import numpy as np
 
 from vlaforge.data.dataset import Camera, Dataset, DatasetInfo, Episode
@@ -45,7 +46,7 @@ class Hdf5Reader(Dataset):
         first = next(iter(self.recordings.values()))
         cameras = {}
         for name in first.cameras:
-            height, width, _ = self._picture(first, name, 0).shape
+            height, width, _ = self.picture(self.episodes[0], name, 0).shape
             cameras[name] = Camera(name, height, width, "image")
         return DatasetInfo(
             path=self.root,
@@ -77,7 +78,7 @@ class Hdf5Reader(Dataset):
             if name not in self.info.cameras:
                 raise unknown("camera", name, self.info.cameras)
             steps, pad = window(frame, needs.image_offsets, recording.length)
-            frames = [self._picture(recording, name, step) for step in steps.tolist()]
+            frames = [self.picture(episode, name, step) for step in steps.tolist()]
             sample[IMAGES + name] = np.stack(frames) if len(frames) > 1 else frames[0]
             if len(frames) > 1:
                 sample[f"{IMAGES}{name}_is_pad"] = pad
@@ -92,15 +93,18 @@ class Hdf5Reader(Dataset):
             if len(steps) > 1:
                 sample[f"{STATE}_is_pad"] = pad
 
-    def _picture(self, recording: Recording, camera: str, row: int) -> np.ndarray:
-        frames = self._pool.file(recording.file)[f"{recording.group}/{recording.cameras[camera]}"]
-        return picture(frames, row, f"{recording.file}:{frames.name}, row {row}")
+    def picture(self, episode: Episode, camera: str, row: int) -> np.ndarray:
+        """uint8 [H, W, 3] of one row of an episode. DecodeError names file and row."""
+        frames = self._frames(episode, camera)
+        return picture(frames, row, f"{frames.file.filename}:{frames.name}, row {row}")
 
-    def frame_counts(self, episode: Episode) -> dict[str, int]:
-        """How many frames each camera of an episode really holds."""
+    def cell(self, episode: Episode, camera: str, row: int) -> np.ndarray:
+        """What the file holds for that row: raw pixels [H, W, C], or the bytes of an encoded picture [n]."""
+        return self._frames(episode, camera)[row]
+
+    def _frames(self, episode: Episode, camera: str) -> h5py.Dataset:
         recording = self.recordings[episode.index]
-        file = self._pool.file(recording.file)
-        return {name: len(file[f"{recording.group}/{path}"]) for name, path in recording.cameras.items()}
+        return self._pool.file(recording.file)[f"{recording.group}/{recording.cameras[camera]}"]
 
     def column(self, key: str, episode: Episode) -> np.ndarray:
         recording = self.recordings[episode.index]

@@ -43,10 +43,10 @@ class LeRobotReader(Dataset):
         image_layout: str | None = None,
         open_videos: int = 64,
     ):
-        self.root, self._layout = path, open_layout(path, version)
-        info = self._layout.info
+        self.root, self.layout = path, open_layout(path, version)
+        info = self.layout.info
         self.features = parse_features(info["features"], image_layout)
-        entries = self._layout.entries(self._video_keys())
+        entries = self.layout.entries(self._video_keys())
         _check_videos(path, entries)
         by_index = {entry.index: entry for entry in entries}
         chosen = select(list(by_index), episodes, split, info.get("splits") or {})
@@ -56,7 +56,7 @@ class LeRobotReader(Dataset):
         self.rows = Rows(path, self.entries)
         self._keys = {ACTION: _columns(action_key), STATE: _columns(state_key)}
         self._load()
-        self._tasks, self._language = self._layout.tasks(), language_key
+        self._tasks, self._language = self.layout.tasks(), language_key
         self._texts = self._task_texts()
         self.video = self._probe(video_backend)
         self.notes = [self.video.note] if self.video else []
@@ -147,7 +147,7 @@ class LeRobotReader(Dataset):
         return DatasetInfo(
             path=self.root,
             format="lerobot_datasets",
-            version=self._layout.version,
+            version=self.layout.version,
             fps=float(info["fps"]),
             cameras=self.features.cameras,
             state_dim=state_dim,
@@ -258,7 +258,7 @@ class LeRobotReader(Dataset):
 
     def stored_statistics(self) -> Mapping[str, Mapping[str, np.ndarray]] | None:
         """As stored (v2.1: merged over the episodes, without quantiles); cameras by channel, [C]."""
-        stored = self._layout.statistics() or merge_episodes(self._layout.episode_statistics())
+        stored = self.layout.statistics() or merge_episodes(self.layout.episode_statistics())
         if not stored:
             return None
         layouts = {self.features.camera_keys[name]: layout for name, layout in self.features.layouts.items()}
