@@ -1,8 +1,9 @@
 """Official checkpoints ↔ our parameter names: rules that read both ways, strict, and an account of every key.
 
-A family's `convert.py` holds `LAYOUTS: dict[str, Layout]`. A `Rule` is a pair of key templates; ``{i}`` stands for a layer
-number and ``{rest}`` for any ending, and both sides hold the same places. Loading fails, with all names listed, when one of
-our keys is missing, when an official key fits no rule, or when a shape differs: nothing is filled in silently.
+A family's `convert.py` holds `LAYOUTS: dict[str, Layout]`. A `Rule` is a pair of key templates; ``{i}`` stands for a
+layer number and ``{rest}`` for any ending, and both sides hold the same places. Loading fails, with all names listed,
+when one of our keys is missing, when an official key fits no rule, or when a shape differs: nothing is filled in
+silently.
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ class Rule:
     load: Callable[[Tensor], Tensor] | None = None
     save: Callable[[Tensor], Tensor] | None = None
     reshape: bool = False
+
+    def to_ours(self, official: Tensor, shape: Sequence[int]) -> Tensor:
+        """The official tensor (a weight or its gradient) as ours, of `shape`; left as it is where sizes differ."""
+        value = official if self.load is None else self.load(official)
+        return value.reshape(tuple(shape)) if self.reshape and value.numel() == math.prod(shape) else value
 
     @cached_property
     def from_official(self) -> re.Pattern[str]:
@@ -147,10 +153,7 @@ class Layout:
                 account.unused[key] = "its parameter is new, as asked for"
             elif place[0] in shapes:
                 ours, rule = place
-                value = official[key] if rule.load is None else rule.load(official[key])
-                if rule.reshape and value.numel() == math.prod(shapes[ours]):
-                    value = value.reshape(tuple(shapes[ours]))
-                state[ours] = value
+                state[ours] = rule.to_ours(official[key], shapes[ours])
                 account.loaded.append(ours)
             elif (why := _fits(place[0], self.optional)) is not None:
                 account.unused[key] = why
@@ -188,9 +191,13 @@ class Layout:
         raise KeyError(f"layout '{self.name}' has no rule for the parameter '{key}'")
 
     def ours(self, key: str) -> str | None:
-        """Our key for an official one (with or without prefix), or None when it has no place."""
-        place = self._place(self._plain(key))
+        """Our key for an official one, or None when it has no place."""
+        place = self.place(key)
         return None if place is None else place[0]
+
+    def place(self, key: str) -> tuple[str, Rule] | None:
+        """(our key, the rule) for an official one (with or without prefix), or None when it has no place."""
+        return self._place(self._plain(key))
 
     def _plain(self, key: str) -> str:
         key = key.removeprefix(self.prefix)
@@ -223,8 +230,8 @@ class Layout:
             faults.append(f"{len(wrong)} of another shape ({_list(wrong)})")
         if faults:
             raise UserError(
-                f"The checkpoint does not fit the model (layout '{self.name}'): {'; '.join(faults)}. Give the checkpoint "
-                f"of this model and size, or name the parameters that are meant to be new."
+                f"The checkpoint does not fit the model (layout '{self.name}'): {'; '.join(faults)}. Give the "
+                f"checkpoint of this model and size, or name the parameters that are meant to be new."
             )
 
 

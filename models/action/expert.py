@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
 from vlaforge.models.blocks.attention import QKV, Attention, Mask, merge_heads
 from vlaforge.models.blocks.mlp import GatedMLP
 from vlaforge.models.blocks.modulation import GatedAdd

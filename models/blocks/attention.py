@@ -1,9 +1,9 @@
 """Attention behind one function: structure of the mask in, mixed values out.
 
-A mask is stated by its structure (which keys are valid, whether it is causal), never as a dense float matrix, so that an
-executor (PyTorch's SDPA here; Flex or flash-attn where a pass swaps `Attention`) can use it. Prefix-LM masks, whose prefix
-never sees what follows, are not a mask at all here but two calls (see `models.pi05`): the prefix over itself, the rest over
-everything.
+A mask is stated by its structure (which keys are valid, whether it is causal), never as a dense float matrix, so that
+an executor (PyTorch's SDPA here; Flex or flash-attn where a pass swaps `Attention`) can use it. Prefix-LM masks, whose
+prefix never sees what follows, are not a mask at all here but two calls (see `models.pi05`): the prefix over itself,
+the rest over everything.
 
 Grouped-query attention never repeats keys: the R query heads that share one key head are laid out as R times as many
 queries of that head, which every kernel can do.
@@ -55,7 +55,7 @@ class Mask:
         return cls(segments_BT=segments_BT)
 
     def dense(self, queries: int, keys: int, device: torch.device | None = None) -> Tensor:
-        """bool [B or 1, 1, T or 1, S], True where a query sees a key: broadcast along T when all queries see the same."""
+        """bool [B or 1, 1, T or 1, S], True where a query sees a key; T is 1 when all queries see the same."""
         if self.segments_BT is not None:
             own_BTS = self.segments_BT[:, :, None] == self.segments_BT[:, None, :]
             return (own_BTS & (self.segments_BT >= 0)[:, None, :])[:, None]

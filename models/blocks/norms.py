@@ -53,7 +53,7 @@ class AdaRMSNorm(nn.Module):
         return self.modulate(x_BTD, modulation_BM)
 
     def modulation(self, condition_BC: Tensor) -> Tensor:
-        """[B, 3 D]: scale, shift, gate. It depends on the condition alone, so it may be computed ahead of the layers."""
+        """[B, 3 D]: scale, shift, gate. It depends on the condition alone, so it may be made ahead of the layers."""
         return self.dense(condition_BC.to(self.dense.weight.dtype))
 
     def modulate(self, x_BTD: Tensor, modulation_BM: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Rotary position embedding in the rotate-half convention: channel i turns with channel i + K/2.
 
-Tables are made once a forward and shared by all layers. One axis here; several axes (M-RoPE, video grids) only make other
-tables, which `apply_rotary` takes as they are.
+Tables are made once a forward and shared by all layers. One axis here; several axes (M-RoPE, video grids) only make
+other tables, which `apply_rotary` takes as they are.
 
 Axes: B samples, H heads, T tokens, K head width, J = K/2 frequencies.
 """

@@ -101,8 +101,8 @@ class DataConfig(schema.DataConfig):
     max_token_len: prompt tokens; None: the model's.
     image_antialias: False resizes as LeRobot (bilinear, in float, on the device), True as OpenPI's data transform
         (Pillow's antialiased bilinear, to uint8, on the CPU). They differ visibly when an image shrinks.
-    resize_on_device: without antialiasing, ship raw frames and resize on the device (where all cameras of the dataset have
-        one size); False resizes in the workers, rounded to uint8, as a mixture of datasets with other sizes needs.
+    resize_on_device: without antialiasing, ship raw frames and resize on the device (where all cameras of the dataset
+        have one size); False resizes in the workers, rounded to uint8, as datasets of several sizes in one run need.
     normalization_convention: how small ranges are treated, see `data.normalize`.
     discrete_state_input: write the state into the prompt; False uses the task alone and no state (``pi05_libero``).
     loss_dims: ``real`` averages over the robot's action dimensions (LeRobot), ``all`` also over the padding (OpenPI).

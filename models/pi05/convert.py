@@ -1,7 +1,7 @@
 """π0.5's public checkpoint layouts: LeRobot's and OpenPI's. They differ in the ``model.`` that LeRobot puts in front.
 
-The hub's ``lerobot/pi05_base`` has no prefix, checkpoints that LeRobot's training saves have it; both load as either. Both
-hold the token embedding once, under the name of the (unused) language head.
+The hub's ``lerobot/pi05_base`` has no prefix, checkpoints that LeRobot's training saves have it; both load as either.
+Both hold the token embedding once, under the name of the (unused) language head.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python models/pi05/make_tiny_tokenizer.py
 
-It is trained on sentences written below: prompts of π0.5's form with robot tasks in plain English, and all state bins, so that
-each bin is one token. Any other text still encodes, byte by byte if need be. As in PaliGemma's tokenizer, padding is 0 and
-<bos> is 2; neither is added by the file itself.
+It is trained on sentences written below: prompts of π0.5's form with robot tasks in plain English, and all state bins,
+so that each bin is one token. Any other text still encodes, byte by byte if need be. As in PaliGemma's tokenizer,
+padding is 0 and <bos> is 2; neither is added by the file itself.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 VOCABULARY = 1024
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>"]
 VERBS = (
-    "open", "close", "press", "push", "pull", "pick up", "put", "place", "turn", "move", "lift", "grasp", "stack", "pour",
-    "wipe", "fold", "slide", "insert", "unplug", "reach", "take", "hold", "drop", "rotate", "hand over", "sweep",
+    "open", "close", "press", "push", "pull", "pick up", "put", "place", "turn", "move", "lift", "grasp", "stack",
+    "pour", "wipe", "fold", "slide", "insert", "unplug", "reach", "take", "hold", "drop", "rotate", "hand over",
+    "sweep",
 )  # fmt: skip
 THINGS = (
-    "drawer", "door", "window", "button", "handle", "lever", "revolving joint", "knob", "faucet", "box", "lid", "cup", "bowl",
-    "plate", "mug", "block", "cube", "ball", "peg", "bottle", "towel", "cloth", "spoon", "basket", "shelf", "cabinet", "stove",
-    "microwave", "table", "tray", "book", "hammer", "nail", "hoop", "puck", "goal", "wall", "red block", "blue cube",
-    "green bowl", "black cup", "white mug", "yellow ball",
+    "drawer", "door", "window", "button", "handle", "lever", "revolving joint", "knob", "faucet", "box", "lid", "cup",
+    "bowl", "plate", "mug", "block", "cube", "ball", "peg", "bottle", "towel", "cloth", "spoon", "basket", "shelf",
+    "cabinet", "stove", "microwave", "table", "tray", "book", "hammer", "nail", "hoop", "puck", "goal", "wall",
+    "red block", "blue cube", "green bowl", "black cup", "white mug", "yellow ball",
 )  # fmt: skip
 WHERE = (
-    "", " from the top", " from the side", " with the left arm", " with the right arm", " with the gripper", " with a revolving joint",
-    " on the table", " in the drawer", " into the basket", " to the goal", " next to the plate", " behind the bowl",
-    " to the left", " to the right", " in front of the box",
+    "", " from the top", " from the side", " with the left arm", " with the right arm", " with the gripper",
+    " with a revolving joint", " on the table", " in the drawer", " into the basket", " to the goal",
+    " next to the plate", " behind the bowl", " to the left", " to the right", " in front of the box",
 )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+
 from vlaforge.data.schema import Batch, Contract, Draw, DrawSpec, Field, Trim
 from vlaforge.models.action.expert import ExpertLayer, LayerConditions, TimeCondition
 from vlaforge.models.action.flow import FlowLoss, FlowMix, euler
@@ -26,6 +27,11 @@ from vlaforge.models.blocks.rotary import rotary_table
 from vlaforge.models.pi05.config import ModelConfig
 from vlaforge.models.towers.gemma import GemmaLayer
 from vlaforge.models.towers.siglip import Siglip
+
+
+def position_ids(keys_BS: Tensor) -> Tensor:
+    """int64 [B, S]: how many valid tokens stand before each token; padding does not advance the position."""
+    return keys_BS.cumsum(1) - 1
 
 
 class JointLayer(nn.Module):
@@ -62,7 +68,14 @@ class JointLayer(nn.Module):
         return self.language(x_BPD, cos_BPJ, sin_BPJ, valid_BP)
 
     def actions(
-        self, y_BHW: Tensor, condition_BW: Tensor, cos_BHJ: Tensor, sin_BHJ: Tensor, k: Tensor, v: Tensor, keys_BS: Tensor
+        self,
+        y_BHW: Tensor,
+        condition_BW: Tensor,
+        cos_BHJ: Tensor,
+        sin_BHJ: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keys_BS: Tensor,
     ) -> Tensor:
         """The expert half, over the prefix's keys and values."""
         return self.expert(y_BHW, condition_BW, cos_BHJ, sin_BHJ, k, v, keys_BS)
@@ -181,9 +194,10 @@ class Model(EmbodiedModel):
         return y_BHW.to(self.layers[0].expert.o_proj.weight.dtype), *self.conditions(self.time(time_B))
 
     def positions(self, valid_BP: Tensor, horizon: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotary tables and key validity of [prefix, actions], [B, S, ...]. Padding does not advance the position."""
+        """Rotary tables (cos, sin) and key validity of [prefix, actions], each [B, S, ...]."""
         keys_BS = torch.cat([valid_BP, valid_BP.new_ones(valid_BP.shape[0], horizon)], dim=1)
-        return *rotary_table(keys_BS.cumsum(1) - 1, self.config.language.head_dim, self.config.language.theta), keys_BS
+        language = self.config.language
+        return *rotary_table(position_ids(keys_BS), language.head_dim, language.theta), keys_BS
 
     def decode(self, y_BHW: Tensor, condition_BW: Tensor) -> Tensor:
         """Action tokens after the last layer → velocity, [B, H, A]."""
@@ -215,7 +229,7 @@ class Model(EmbodiedModel):
         }  # fmt: skip
 
     def keep_fp32(self) -> list[str]:
-        """As OpenPI: patch and position tables, all RMS norms with their modulations; as LeRobot: action and time MLPs."""
+        """OpenPI's choice (patch and position tables, RMS norms and their modulations), with the action and time MLPs."""
         return [
             "vision.patch", "vision.positions", "layers.*.input_norm", "layers.*.post_norm", "norm", "expert_norm",
             "time", "action_in", "action_out",

@@ -82,12 +82,13 @@ class Processing:
             )
         if self.action_dim > model.max_action_dim:
             raise UserError(
-                f"The actions have {self.action_dim} dimensions, more than model.max_action_dim, {model.max_action_dim}."
+                f"The actions have {self.action_dim} dimensions, more than model.max_action_dim, "
+                f"{model.max_action_dim}."
             )
         if self.tokenizer.vocab_size > model.vocab_size:
             raise UserError(
-                f"The tokenizer '{self.tokenizer.path}' has {self.tokenizer.vocab_size} entries, but model.vocab_size is "
-                f"{model.vocab_size}: give this model's tokenizer with --tokenizer-path."
+                f"The tokenizer '{self.tokenizer.path}' has {self.tokenizer.vocab_size} entries, but model.vocab_size "
+                f"is {model.vocab_size}: give this model's tokenizer with --tokenizer-path."
             )
 
     def _resizes_on_device(self) -> bool:
@@ -151,8 +152,8 @@ class Processing:
         if mask.all() and not self._warned and len(self.tokenizer.ids(text)) > self.length:
             self._warned = True
             warnings.warn(
-                f"A prompt has {len(self.tokenizer.ids(text))} tokens and loses those behind {self.length}, its end with "
-                f"'Action:' among them; raise data.max_token_len and model.max_token_len. Prompt: {text!r}",
+                f"A prompt has {len(self.tokenizer.ids(text))} tokens and loses those behind {self.length}, its end "
+                f"with 'Action:' among them; raise data.max_token_len and model.max_token_len. Prompt: {text!r}",
                 stacklevel=2,
             )
         return tokens, mask
@@ -215,8 +216,8 @@ def assign_cameras(model: ModelConfig, data: DataConfig, info: DatasetInfo) -> t
         chosen = [data.cameras.get(slot) for slot in slots]
     elif len(info.cameras) > count:
         raise UserError(
-            f"The dataset has {len(info.cameras)} cameras ({', '.join(info.cameras)}) for {count} slots: choose them with "
-            f"data.cameras.{slots[0]}=NAME and so on."
+            f"The dataset has {len(info.cameras)} cameras ({', '.join(info.cameras)}) for {count} slots: choose them "
+            f"with data.cameras.{slots[0]}=NAME and so on."
         )
     else:
         chosen = [*info.cameras, *[None] * (count - len(info.cameras))]

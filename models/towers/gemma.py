@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+
 from vlaforge.models.blocks.attention import QKV, Attention, Mask, merge_heads
 from vlaforge.models.blocks.mlp import GatedMLP
 from vlaforge.models.blocks.norms import RMSNorm

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
 from vlaforge.models.blocks.attention import QKV, Attention, merge_heads
 from vlaforge.models.blocks.mlp import MLP
 
