@@ -18,12 +18,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vlaforge.data.errors import UserError
+from vlaforge.models.convert import Layout, detect
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class FrozenEncoder:
-    """Base of the encoders. Subclasses say how to build the empty network and how to read official names.
+    """Base of the encoders. Subclasses say how to build the empty network and how its weights are named in public.
 
     Args:
         what: the encoder's name in messages.
@@ -43,8 +44,8 @@ class FrozenEncoder:
         """The network without values (called on the meta device)."""
         raise NotImplementedError
 
-    def canonical(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A file's tensors under the network's own names."""
+    def layouts(self) -> dict[str, Layout]:
+        """Public names of the weights ↔ the network's own."""
         raise NotImplementedError
 
     def net(self, device: torch.device | str) -> nn.Module:
@@ -52,8 +53,7 @@ class FrozenEncoder:
         if self._net is None:
             with torch.device("meta"):
                 net = self.build()
-            state = self.canonical(read_state(self.file())) if self.path else random_state(net, self._checked_seed())
-            self._load(net, state)
+            self._load(net, read_state(self.file()) if self.path else random_state(net, self._checked_seed()))
             self._net = net.eval().requires_grad_(False)
         if next(self._net.parameters()).device != torch.device(device):
             self._net = self._net.to(device)
@@ -84,16 +84,11 @@ class FrozenEncoder:
             )
         return self.seed
 
-    def _load(self, net: nn.Module, state: Mapping[str, Tensor]) -> None:
-        state = {name: value.to(self.dtype) if value.is_floating_point() else value for name, value in state.items()}
+    def _load(self, net: nn.Module, official: Mapping[str, Tensor]) -> None:
+        """A file's tensors into the empty `net`, strictly, whichever of the layouts they are in."""
         shapes = {name: value.shape for name, value in net.state_dict().items()}
-        wrong = sorted(name for name in shapes.keys() ^ state.keys())
-        wrong += sorted(name for name in shapes.keys() & state.keys() if shapes[name] != state[name].shape)
-        if wrong:
-            raise UserError(
-                f"The weights of the {self.what} do not fit its configuration: {len(wrong)} tensors are missing, "
-                f"unknown or of another shape, such as {', '.join(wrong[:4])}."
-            )
+        state, _ = detect(self.layouts(), official).load(official, shapes)
+        state = {name: value.to(self.dtype) if value.is_floating_point() else value for name, value in state.items()}
         net.load_state_dict(state, strict=True, assign=True)
 
 

@@ -9,14 +9,16 @@ Axes: B samples, L tokens (padded length), D width.
 from __future__ import annotations
 
 import html
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor, nn
 
 from vlaforge.data.errors import UserError
+from vlaforge.models.convert import Layout
 from vlaforge.models.video.frozen import FrozenEncoder
-from vlaforge.models.video.names import UMT5
+from vlaforge.models.video.names import UMT5_LAYOUTS
 
 
 @dataclass(frozen=True)
@@ -83,15 +85,13 @@ class Umt5(FrozenEncoder):
             )
         )
 
-    def canonical(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        state = UMT5.to_right(state) if UMT5.fits_left(state) else dict(state)
-        state.setdefault("encoder.embed_tokens.weight", state["shared.weight"])
-        return state
+    def layouts(self) -> dict[str, Layout]:
+        return UMT5_LAYOUTS
 
-    def _load(self, net: nn.Module, state: dict[str, Tensor]) -> None:
-        state["encoder.embed_tokens.weight"] = state["shared.weight"]
-        super()._load(net, state)
-        net.encoder.embed_tokens.weight = net.shared.weight  # one parameter again: it is 2 GB at full size
+    def _load(self, net: nn.Module, official: Mapping[str, Tensor]) -> None:
+        net.encoder.embed_tokens = None  # one parameter under two names, 2 GB at full size: loaded once, tied again
+        super()._load(net, official)
+        net.encoder.embed_tokens = net.shared
 
     @torch.no_grad()
     def encode(self, tokens_BL: Tensor, mask_BL: Tensor) -> Tensor:

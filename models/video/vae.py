@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from vlaforge.data.errors import UserError
+from vlaforge.models.convert import Layout
 from vlaforge.models.video.frozen import FrozenEncoder
-from vlaforge.models.video.names import vae22_names
+from vlaforge.models.video.names import vae22_layouts
 
 MEAN_22 = (
     -0.2289, -0.0052, -0.1323, -0.2339, -0.2799, 0.0174, 0.1838, 0.1557, -0.1382, 0.0542, 0.2813, 0.0891,
@@ -109,9 +110,8 @@ class WanVae(FrozenEncoder):
             scale_factor_temporal=c.temporal,
         )
 
-    def canonical(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        names = vae22_names(self.config.num_res_blocks)
-        return names.to_right(state) if names.fits_left(state) else state
+    def layouts(self) -> dict[str, Layout]:
+        return vae22_layouts(self.config.num_res_blocks)
 
     @torch.no_grad()
     def encode(self, video_BCTHW: Tensor) -> Tensor:
