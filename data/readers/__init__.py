@@ -9,7 +9,9 @@ from pathlib import Path
 from vlaforge.data.dataset import Dataset
 from vlaforge.data.errors import UserError, unknown
 from vlaforge.data.mixture import open_mixture
-from vlaforge.data.readers.hdf5 import Options, open_recordings
+from vlaforge.data.readers.hdf5 import open_recordings
+from vlaforge.data.readers.hdf5.files import SUFFIXES, hdf5_files
+from vlaforge.data.readers.hdf5.recordings import Options
 from vlaforge.data.readers.lerobot import LeRobotReader
 from vlaforge.data.schema import ACTION, STATE
 
@@ -81,6 +83,12 @@ def open_dataset(
         fps=fps,
     )
     return open_recordings(local_path(path), hdf5_layout, options, episodes, split)
+
+
+def guess_format(path: Path) -> str:
+    """The format at `path` by the files there: HDF5 files and no ``meta`` folder are HDF5, all else is LeRobot."""
+    hdf5 = path.suffix in SUFFIXES or (path.is_dir() and not (path / "meta").is_dir() and bool(hdf5_files(path)))
+    return "hdf5_datasets" if hdf5 else "lerobot_datasets"
 
 
 def local_path(path: str | Path) -> Path:
