@@ -229,7 +229,7 @@ class Model(EmbodiedModel):
         }  # fmt: skip
 
     def keep_fp32(self) -> list[str]:
-        """OpenPI's choice (patch and position tables, RMS norms and their modulations), with the action and time MLPs."""
+        """OpenPI's choice (patch and position tables, RMS norms and their modulations), plus action and time MLPs."""
         return [
             "vision.patch", "vision.positions", "layers.*.input_norm", "layers.*.post_norm", "norm", "expert_norm",
             "time", "action_in", "action_out",
