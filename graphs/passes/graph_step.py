@@ -1,0 +1,51 @@
+"""graph_step: the whole optimiser step (forward, backward, reduction, clip, update) as one CUDA graph.
+
+Thousands of launches become one. Needs shapes that repeat and a step without a host sync, which `graphs.check` holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from vlaforge.graphs.capture import CapturedStep
+from vlaforge.graphs.passes.base import Context, Decision, Pass, Site, StepParts, claim
+
+
+def repeating(context: Context) -> Decision:
+    """Whether the shapes that reach the device come from a small set."""
+    varying = [trim.mask for trim in context.contract.trims if trim.keep == "prefix"]
+    if varying and "trim_tokens" in context.on and "static_shapes" not in context.on:
+        return Decision(False, f"length of {varying[0]} varies: add `static_shapes`")
+    return Decision(True, "")
+
+
+class GraphStep(Pass):
+    name = "graph_step"
+    stage = "step"
+    numerics = "exact"
+    order = 120
+
+    def decide(self, model: nn.Module, context: Context) -> Decision:
+        options = context.options
+        if not options.device_kind.cuda:
+            return Decision(False, "needs a CUDA device")
+        shapes = repeating(context)
+        if not shapes.on:
+            return shapes
+        if options.strategy in ("fsdp", "hsdp"):
+            return Decision(False, "FSDP's gathers are not captured (`graph_blocks` neither): compile is what helps")
+        if options.strategy == "ddp" and options.accumulate > 1:
+            return Decision(False, "DDP switches its reduction between micro-batches, outside of a graph")
+        micro = f", {options.accumulate} micro-batches" if options.accumulate > 1 else ""
+        reduce = ", reduction" if options.strategy == "ddp" else ""
+        return Decision(True, f"forward, backward{reduce}, clip and update{micro} in one graph a shape")
+
+    def sites(self, model: nn.Module, context: Context) -> list[Site]:
+        return [Site("step", "step", (claim("capture", ""),))]
+
+    def apply(self, target: StepParts, sites: Sequence[Site], context: Context) -> None:
+        # DDP only rebuilds its buckets, and may only be captured, after eleven eager steps on a side stream.
+        warmup = 11 if context.options.strategy == "ddp" else 3
+        target.step = CapturedStep(target.step, target.device, warmup=warmup)

@@ -1,0 +1,30 @@
+"""optimizer: clip, guard, update, bf16 copy and EMA in the fewest passes over memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from vlaforge.graphs.passes.base import Context, Decision, Pass, Site, StepParts, claim
+
+
+class Optimizer(Pass):
+    name = "optimizer"
+    stage = "step"
+    numerics = "reorder"
+    order = 100
+
+    def decide(self, model: nn.Module, context: Context) -> Decision:
+        options = context.options
+        if options.strategy in ("fsdp", "hsdp"):
+            return Decision(False, "sharded tensors update through torch's own fused kernels")
+        kernel = "one multi-tensor kernel" if options.device_kind.cuda else "one compiled loop a tensor group"
+        return Decision(True, f"clip, guard and AdamW in {kernel}")
+
+    def sites(self, model: nn.Module, context: Context) -> list[Site]:
+        return [Site("optimizer", "update", (claim("optimizer", ""),))]
+
+    def apply(self, target: StepParts, sites: Sequence[Site], context: Context) -> None:
+        if target.optimizer is not None:
+            target.optimizer.fuse()
