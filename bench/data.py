@@ -81,9 +81,12 @@ def _peer(args: argparse.Namespace) -> str | None:
             "There is nothing to compare with: give --peer-python an interpreter with LeRobot installed "
             "(python3.12 -m venv peer && peer/bin/pip install lerobot), or --no-peer to measure this project alone."
         )
-    asked = subprocess.run([args.peer_python, "-c", "import lerobot"], capture_output=True, text=True)
-    if asked.returncode:
-        last = (asked.stderr.strip().splitlines() or ["?"])[-1]
+    try:
+        asked = subprocess.run([args.peer_python, "-c", "import lerobot"], capture_output=True, text=True)
+        last = (asked.stderr.strip().splitlines() or ["?"])[-1] if asked.returncode else ""
+    except OSError as error:
+        last = str(error)
+    if last:
         raise UserError(f"'{args.peer_python}' cannot import LeRobot ({last}); name another one with --peer-python.")
     return args.peer_python
 
