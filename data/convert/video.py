@@ -115,7 +115,7 @@ def facts(path: Path, fps: float) -> dict[str, object]:
         return {
             "video.height": codec.height,
             "video.width": codec.width,
-            "video.codec": {"libdav1d": "av1"}.get(codec.name, codec.name),
+            "video.codec": codec.codec.canonical_name,
             "video.pix_fmt": codec.pix_fmt,
             "video.is_depth_map": False,
             "video.fps": int(fps) if float(fps).is_integer() else fps,

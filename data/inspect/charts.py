@@ -7,7 +7,7 @@ from html import escape
 
 import numpy as np
 
-WIDTH, HEIGHT, MARGIN = 300, 110, 34
+WIDTH, HEIGHT, MARGIN = 300, 110, 42
 
 
 def band(title: str, low: np.ndarray, middle: np.ndarray, high: np.ndarray, one: np.ndarray, seconds: float) -> str:

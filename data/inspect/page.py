@@ -16,7 +16,8 @@ h1{font-size:1.5em;margin:0}h2{font-size:1.15em;margin:2em 0 .5em;border-bottom:
 table{border-collapse:collapse;font-size:13px}td,th{padding:2px 10px 2px 0;text-align:left;vertical-align:top}
 td.n{text-align:right;font-variant-numeric:tabular-nums}th{color:#667}.bad{color:#b3261e}.mute{color:#667}
 svg{margin:0 8px 8px 0}svg text{font-size:9.5px;fill:#667}svg .title{font-size:11px;fill:#1d2330}
-svg .end{text-anchor:end}.band{fill:#c9d8f2}.line{fill:none;stroke:#24509c;stroke-width:1.4}.one{fill:none;stroke:#e08a1e;stroke-width:1}
+svg .end{text-anchor:end}
+.band{fill:#c9d8f2}.line{fill:none;stroke:#24509c;stroke-width:1.4}.one{fill:none;stroke:#e08a1e;stroke-width:1}
 .bar{fill:#7c9bd0}figure{margin:0 10px 10px 0;display:inline-block}figcaption{font-size:12px;color:#667}
 .strip img{margin-right:2px;border-radius:2px}
 """

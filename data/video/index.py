@@ -112,7 +112,7 @@ def build_index(path: str) -> FrameIndex:
             stream = container.streams.video[0]
             pts, dts, key = _packets(container, stream, os.path.getsize(path))
             codec = stream.codec_context
-            facts = (Fraction(stream.time_base), codec.name, codec.width, codec.height)
+            facts = (Fraction(stream.time_base), codec.codec.canonical_name, codec.width, codec.height)
     except av.FFmpegError as error:
         raise DecodeError(f"{path} cannot be opened as a video: {error}") from error
     if not len(pts):
