@@ -16,6 +16,7 @@ route = group("Model and configuration")
 basic = group("Basic training")
 rate = group("Learning rate")
 optim = group("Optimiser")
+guard = group("Stability")
 data = group("Data")
 save = group("Checkpoints")
 lower = group("Precision and lowering")
@@ -44,17 +45,30 @@ class TrainingArgs:
     gradient_accumulation_steps: int = basic(1, "Forward passes summed before each optimiser step", low=1)
     seed: int = basic(3047, "Seed of the initial weights, the sample order and all random inputs", low=0)
     output_dir: str = basic("outputs/default", "Folder for logs, checkpoints and the report", example="DIR")
+    trainer_type: str = basic("FinetuneTrainer", "Step program: what is read and minimised", example="NAME")
     device: str = basic("auto", "Where to train: auto takes a GPU when there is one", example="auto|cpu|cuda")
 
     lr_base: float = rate(2.5e-5, "Learning rate after warm-up", above=0)
     lr_decay_style: str = rate("cosine_with_min_lr", "Schedule of the learning rate",
-                               choices=["constant", "constant_with_warmup", "linear", "cosine",
-                                        "cosine_with_min_lr", "openpi_cosine", "lerobot_cosine"])
+                               choices=["linear", "cosine", "cosine_with_restarts", "polynomial", "constant",
+                                        "constant_with_warmup", "inverse_sqrt", "cosine_with_min_lr",
+                                        "cosine_warmup_with_min_lr", "lambda_linear", "openpi_cosine",
+                                        "lerobot_cosine"])
     lr_warmup_iters: int = rate(2000, "Steps of linear warm-up", low=0)
     lr_decay_iters: int | None = rate(None, "Step at which decay ends; none is --train-iters", low=1)
-    min_lr: float = rate(1e-6, "Floor of the decay", low=0)
+    min_lr: float = rate(1e-6, "Floor of the decay, of each group", low=0)
+    lr_group: str | None = rate(None, "Rates by module, submodules first: path, tower or pattern = rate[:floor]",
+                                example="vision=1e-5,expert=1e-4")
+    num_cycles: float = rate(1.0, "Cycles of cosine_with_restarts", above=0)
+    polynomial_power: float = rate(1.0, "Power of polynomial", above=0)
+    lr_end: float = rate(1e-7, "Last rate of polynomial", low=0)
+    lambda_f_start: float = rate(0.0, "Factor of lambda_linear at the start of a cycle", low=0)
+    lambda_f_max: float = rate(0.4, "Factor of lambda_linear after warm-up", low=0)
+    lambda_f_min: float = rate(0.0, "Factor of lambda_linear at the end of a cycle", low=0)
+    lambda_cycle_length: int | None = rate(10_000, "Steps of a cycle of lambda_linear; none is the whole decay", low=1)
 
-    optimizer: str = optim("AdamW", "Optimiser", choices=["AdamW", "TorchFusedAdamW"])
+    optimizer: str = optim("AdamW", "Optimiser", choices=["AdamW", "TorchFusedAdamW", "TEFusedAdamW", "ApexFusedAdamW",
+                                                     "ForgeAdamW", "Adam", "SGD"])
     clip_grad: float = optim(1.0, "Largest gradient norm; 0 or less only measures it")
     weight_decay: float = optim(0.01, "Decoupled weight decay", low=0)
     weight_decay_grouping: str = optim("all", "Which parameters decay: all, or all but biases and norms",
@@ -62,6 +76,20 @@ class TrainingArgs:
     adam_beta1: float = optim(0.9, "Decay of Adam's first moment", low=0, below=1)
     adam_beta2: float = optim(0.95, "Decay of Adam's second moment", low=0, below=1)
     adam_eps: float = optim(1e-8, "Added to the root of Adam's second moment", above=0)
+    sgd_momentum: float = optim(0.0, "Momentum of SGD", low=0, below=1)
+    master_weights: bool = optim(True, "Keep fp32 masters of bf16 and fp16 weights")
+    ema_decay: float | None = optim(None, "Average the weights with this decay; evaluation uses the average",
+                                    low=0, below=1)
+    freeze_modules: str = optim("", "What does not train: paths, towers or patterns", example="vision,language")
+
+    loss_spike_threshold: float = guard(100.0, "Largest loss that is trained on; 0 takes any")
+    check_for_nan_in_loss_and_grad: bool = guard(True, "Skip steps whose loss or gradient is not finite")
+    stop_after_skipped: int = guard(10, "Stop after so many skipped steps in a row; 0 never does", low=0)
+    deterministic_mode: bool = guard(False, "Use deterministic algorithms only")
+    disable_tf32: bool = guard(False, "Compute fp32 matrix products in full precision")
+    manual_gc: bool = guard(False, "Collect garbage when told, not whenever Python likes")
+    manual_gc_interval: int = guard(0, "With --manual-gc, steps between collections; 0 is at the start only", low=0)
+    set_seed_by_rank: bool = guard(False, "Give each rank its own seed for what draws from global generators")
 
     dataset_format: str = data("lerobot_datasets", "Kind of dataset",
                                choices=["lerobot_datasets", "hdf5_datasets", "dummy_datasets"])
@@ -78,14 +106,23 @@ class TrainingArgs:
     num_workers: int = data(4, "Loader processes of one training process", low=0)
     dataloader_multiprocessing_context: str | None = data(None, "How loader processes start; unset, chosen",
                                                           choices=["fork", "spawn", "forkserver"])
+    sampler_shuffle: bool = data(True, "Visit the samples of each epoch in random order")
+    batch_drop_last: bool = data(False, "Leave out an epoch's last, incomplete step; otherwise the next epoch fills it")
+    distributed_sampler_mode: str = data("cyclic", "Which samples of a batch each rank gets",
+                                         choices=["cyclic", "block"])
     allow_extreme_norm: bool = data(False, "Train even if normalised values are extreme")
 
     pretrained_checkpoint: str | None = save(None, "Weights to start from, ours or official",
                                              example="PATH")
     resume: bool = save(False, "Continue from the newest whole checkpoint of --output-dir")
     save_interval: int = save(10_000, "Steps between checkpoints; 0 saves none", low=0)
-    save_format: str = save("safetensors", "Format of the weights", choices=["safetensors"])
+    save_format: str = save("safetensors", "Format of the weights", choices=["safetensors", "pt", "dcp"])
     save_training_state: bool = save(True, "Save what --resume needs beside the weights")
+    async_save: bool = save(False, "Write checkpoints in the background, from a copy")
+    save_total_limit: int | None = save(None, "Newest checkpoints to keep, besides the best; unset, all", low=1)
+    save_rehearsal: bool = save(True, "Save, read back and compare a checkpoint before the first step")
+    new_modules: str = save("", "Parameters that --pretrained-checkpoint need not have: paths or patterns",
+                            example="action_in_proj,action_out_proj")
 
     dtype: str = lower("bfloat16", "Precision of the computation", choices=["bfloat16", "float16", "float32"])
     compile: bool = lower(False, "Compile the repeated blocks")
@@ -99,6 +136,12 @@ class TrainingArgs:
     profile: str | None = lower(None, "Profile steps A to B", example="A:B")
 
     log_interval: int = log(1, "Steps between log lines", low=1)
+    detail_log_interval: int = log(20, "Steps between timings of a step's stages; 0 never", low=0)
+    timing_log_level: int = log(0, "1 prints the stage times as well", choices=[0, 1])
+    loss_log_rank: tuple[int, ...] = log((-1,), "Ranks whose own loss is logged; -1 is the global mean only")
+    wandb_project: str = log("loongforge", "Weights & Biases project", example="NAME")
+    wandb_mode: str = log("disabled", "Weights & Biases mode", choices=["online", "offline", "disabled"])
+    tensorboard_queue_size: int = log(1000, "Events that TensorBoard holds before it writes", low=1)
     tensorboard_dir: str | None = log(None, "Folder for TensorBoard, within --output-dir when relative",
                                        example="DIR")
 

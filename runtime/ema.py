@@ -31,10 +31,13 @@ class Ema:
         self.decay = decay
         self.leaves = optimizer.leaves
         self._weight = torch.tensor(1.0 - decay, device=optimizer.device)
-        self._shadow = {
-            leaf.name: leaf.weight.detach().to(torch.float32, copy=True) for leaf in optimizer.leaves
-        }
+        self._shadow = {leaf.name: leaf.weight.detach().to(torch.float32, copy=True) for leaf in optimizer.leaves}
         optimizer.ema = self
+
+    def reset(self) -> None:
+        """Starts over from the present weights."""
+        for leaf in self.leaves:
+            self._shadow[leaf.name].copy_(leaf.weight)
 
     def shadow(self, leaf: Leaf) -> Tensor:
         """The average of one weight: fp32, this rank's shard."""

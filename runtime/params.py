@@ -10,13 +10,23 @@ something else than it says.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from torch import nn
 
 from vlaforge.data.errors import UserError, nearest
+from vlaforge.graphs.packing import packed_parts
 from vlaforge.runtime.optim.base import Group
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def canonical(name: str) -> str:
+    """A parameter's name without the segments that compile, recompute, DDP and FSDP put in."""
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    return ".".join(parts[1:] if parts[0] == "module" else parts)
 
 
 def parameter_names(model: nn.Module, selector: str, flag: str) -> list[str]:
@@ -140,6 +150,27 @@ def build_groups(
         low = min(floor if own_floor is None else own_floor, rate)
         groups += _by_decay(model, path or "base", rate, low, weight_decay, params, decay_grouping)
     return [group for group in groups if group.params]
+
+
+def rebind(groups: Sequence[Group], model: nn.Module) -> list[Group]:
+    """The same groups over the parameters that `model` has now: after lowering, which packs some together,
+    and after wrapping, which may replace them. Names are those of the present parameters.
+
+    Raises:
+        ValueError: parameters of different groups were packed together.
+    """
+    owner = {name: number for number, group in enumerate(groups) for name in group.params}
+    parts = packed_parts(model)
+    bound: list[dict[str, nn.Parameter]] = [{} for _ in groups]
+    for raw, param in model.named_parameters():
+        name = canonical(raw)
+        numbers = {owner.get(member) for member in ([p.name for p in parts[name]] if name in parts else [name])}
+        if len(numbers) > 1:
+            raise ValueError(f"'{name}' was packed from parameters of different groups")
+        number = numbers.pop()
+        if number is not None and param.requires_grad:
+            bound[number][name] = param
+    return [replace(group, params=params) for group, params in zip(groups, bound) if params]
 
 
 def _by_decay(

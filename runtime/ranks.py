@@ -45,7 +45,11 @@ class Ranks:
         """Around the forward and backward of one micro-batch: gradients are reduced in the last one only."""
         return nullcontext()
 
-    # ------------------------------------------------------------------------------------- between steps
+    # ------------------------------------------------------------------------------------- around a run
+
+    def wrap(self, model: nn.Module, plan: Any) -> nn.Module:
+        """The lowered `model` in the wrapper that the plan's strategy names (DDP, FSDP)."""
+        return model
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is set on any rank."""

@@ -267,12 +267,11 @@ class Optimizer:
         left = set(tensors)
         counts: dict[int, float] = {}
         for leaf in self.leaves:
-            stepped = f"step.{leaf.name}" in left
-            wanted = [f"{key}.{leaf.name}" for key in (*self.keys, "step")] if stepped else []
+            wanted = [f"{key}.{leaf.name}" for key in (*self.keys, "step")]
             missing = [name for name in wanted if name not in left]
-            if missing:
+            if 0 < len(missing) < len(wanted):
                 raise UserError(f"The optimiser state lacks {', '.join(missing)}.")
-            if stepped:
+            if not missing:
                 counts[id(leaf)] = float(tensors[f"step.{leaf.name}"])
                 for key in self.keys:
                     value = for_leaf(tensors[f"{key}.{leaf.name}"], leaf)

@@ -1,8 +1,8 @@
 """ForgeAdamW: the update, the rounding of masters and the running average in the fewest passes over memory.
 
 On the CPU torch's own fused kernel is within a few percent of a compiled loop and costs no compile time, so
-it does the update there (84 M fp32 parameters, 2 cores: 42 ms fused, 39 ms compiled, 145 ms one by one, 201 ms
-foreach).
+it does the update there (84 M fp32 parameters, 2 cores: 42 ms fused, 39 ms compiled, 145 ms one by one, 201
+ms foreach).
 """
 
 from __future__ import annotations

@@ -1,0 +1,151 @@
+"""From a setup to everything that a training loop drives: model, plan, optimiser, step, loader.
+
+The order matters: weights are loaded in fp32 under their canonical names, what does not train is frozen,
+then the plan lowers the model in place, the wrapper goes around it, and the optimiser takes the masters
+that the cast left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vlaforge.data.schema import Contract
+from vlaforge.graphs import Plan, StepParts, make_plan
+from vlaforge.graphs.passes.freeze import frozen_to_eval
+from vlaforge.runtime.args import TrainingArgs
+from vlaforge.runtime.checkpoint import formats
+from vlaforge.runtime.checkpoint.weights import load_model, load_pretrained, own_layout
+from vlaforge.runtime.ema import Ema
+from vlaforge.runtime.guards import Guard, GuardConfig, LossScale
+from vlaforge.runtime.meter import StageTimer
+from vlaforge.runtime.optim import Group, Hyper, Optimizer, build_optimizer
+from vlaforge.runtime.params import build_groups, freeze, frozen_names, rebind, split_names
+from vlaforge.runtime.preflight import plan_options
+from vlaforge.runtime.programs import FinetuneTrainer, program
+from vlaforge.runtime.ranks import Ranks
+from vlaforge.runtime.schedules import Schedule, fit_to_run
+from vlaforge.runtime.setup import Setup
+from vlaforge.runtime.step import Step
+
+
+@dataclass
+class Parts:
+    """What a run consists of once it is built. `loader` gives micro-batches on the device; `feed` is the
+    loader behind it, whose state is saved. `step` may be captured; `core` is the step itself, with the
+    counters."""
+
+    model: nn.Module
+    wrapped: nn.Module
+    plan: Plan
+    contract: Contract
+    program: FinetuneTrainer
+    optimizer: Optimizer
+    ema: Ema | None
+    core: Step
+    step: Callable[..., Any]
+    feed: Any
+    loader: Any
+    micro_batches: int
+
+
+def build_model(setup: Setup, found: Path | None, note: Callable[[str], None]) -> nn.Module:
+    """The model on the run's device in fp32: fresh, from `--pretrained-checkpoint`, or from the checkpoint
+    `found` that the run resumes. Raises UserError when weights do not fit; `note` gets their account."""
+    args, family = setup.args, setup.resolved.family
+    model = family.model(setup.model_config)
+    if found is not None:
+        load_model(model, formats.read(found, "model"), own_layout())
+        note(f"Resuming from {found}")
+    elif args.pretrained_checkpoint is not None:
+        account = load_pretrained(model, family, args.pretrained_checkpoint, split_names(args.new_modules))
+        note(f"Weights from {args.pretrained_checkpoint}\n  {account.text()}")
+    return model.to(setup.device)
+
+
+def build_schedule(args: TrainingArgs) -> Schedule:
+    """The learning-rate schedule of the flags."""
+    schedule = Schedule(
+        args.lr_decay_style,
+        warmup=args.lr_warmup_iters,
+        total=args.lr_decay_iters or args.train_iters,
+        cycles=args.num_cycles,
+        end_lr=args.lr_end,
+        power=args.polynomial_power,
+        f_start=args.lambda_f_start,
+        f_max=args.lambda_f_max,
+        f_min=args.lambda_f_min,
+        cycle_length=args.lambda_cycle_length,
+    )
+    return fit_to_run(schedule, args.train_iters)
+
+
+def build_groups_of(args: TrainingArgs, model: nn.Module) -> list[Group]:
+    """Freezes what the flags freeze and sorts the rest into groups: on the plain model, by its own names."""
+    freeze(model, frozen_names(model, args.freeze_modules))
+    return build_groups(
+        model,
+        lr=args.lr_base,
+        floor=args.min_lr,
+        weight_decay=args.weight_decay,
+        lr_group=args.lr_group,
+        decay_grouping=args.weight_decay_grouping,
+    )
+
+
+def build_plan(setup: Setup, model: nn.Module, groups: Sequence[Group]) -> Plan:
+    """The plan for the present model and flags; changes nothing."""
+    options = replace(
+        plan_options(setup.args, setup.device),
+        frozen=frozenset(name for name, param in model.named_parameters() if not param.requires_grad),
+        groups={name: group.name for group in groups for name in group.params},
+        fp32_masters=setup.args.master_weights,
+    )
+    return make_plan(model, setup.contract, options)
+
+
+def assemble(
+    setup: Setup, model: nn.Module, groups: Sequence[Group], plan: Plan, ranks: Ranks, timer: StageTimer
+) -> Parts:
+    """Lowers `model` by `plan`, wraps it, and builds what steps it."""
+    args = setup.args
+    plan.lower(model)
+    model.train()
+    frozen_to_eval(model)
+    wrapped = ranks.wrap(model, plan)
+    hyper = Hyper(args.adam_beta1, args.adam_beta2, args.adam_eps, args.sgd_momentum)
+    optimizer = build_optimizer(args.optimizer, rebind(groups, model), hyper, args.master_weights)
+    ema = Ema(optimizer, args.ema_decay) if args.ema_decay is not None else None
+    guard = GuardConfig(args.loss_spike_threshold, args.check_for_nan_in_loss_and_grad, args.stop_after_skipped)
+    chosen = program(args.trainer_type)
+    core = Step(
+        chosen,
+        wrapped,
+        model,
+        optimizer,
+        build_schedule(args),
+        ranks=ranks,
+        guard=Guard(guard, setup.device),
+        loss_scale=LossScale(args.dtype == "float16", setup.device),
+        clip=args.clip_grad,
+        timer=timer,
+    )
+    contract = replace(setup.contract, trims=plan.trims)
+    feed = chosen.loader(setup, contract, ranks)
+    lowered = plan.lower_step(StepParts(wrapped, core, feed, optimizer, setup.device))
+    return Parts(
+        model, wrapped, plan, contract, chosen, optimizer, ema, core, lowered.step, feed, lowered.loader,
+        chosen.micro_batches(setup),
+    )  # fmt: skip
+
+
+def to_device(loader: Any, device: torch.device) -> Any:
+    """Micro-batches of `loader` on `device`, whether or not the plan has put a prefetcher in front."""
+    for minibatch in loader:
+        value = next(iter(minibatch.batch.values()))
+        yield minibatch if value.device.type == device.type else minibatch.to(device, non_blocking=True)

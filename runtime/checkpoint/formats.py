@@ -1,0 +1,171 @@
+"""Formats of a checkpoint's tensors: the groups ``model``, ``ema`` and ``optim``, each a mapping by name.
+
+========== =============================== ============================ =================================
+format     model                           ema                          optim
+========== =============================== ============================ =================================
+safetensors ``model*.safetensors``         ``ema*.safetensors``         ``training_state*.safetensors``
+pt          ``pytorch_model.pt``           ``ema.pt``                   ``training_state*.safetensors``
+dcp         ``dcp/`` with keys ``model.x``, ``ema.x``, ``optim.x``; every rank writes and reads its own shards
+========== =============================== ============================ =================================
+
+A ``.pt`` holds nothing but a dict of tensors and is read with ``weights_only=True``. DCP keeps its table of
+contents as a pickle; it is read by an unpickler that makes nothing but DCP's own records.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp_metadata
+
+from vlaforge.data.errors import UserError
+from vlaforge.runtime.checkpoint import tensors as files
+from vlaforge.runtime.checkpoint.files import Draft
+
+FORMATS = ("safetensors", "pt", "dcp")
+Format = Literal["safetensors", "pt", "dcp"]
+Groups = Mapping[str, Mapping[str, Tensor]]
+STEMS = {"model": "model", "ema": "ema", "optim": "training_state"}
+PT_NAMES = {"model": "pytorch_model.pt", "ema": "ema.pt"}
+DCP = "dcp"
+
+# one process writing or reading alone is meant
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+
+def write(draft: Draft, format: Format, groups: Groups, shard_bytes: int = files.SHARD_BYTES) -> None:
+    """Writes all groups into the draft."""
+    if format == "dcp":
+        _write_dcp(draft, groups)
+        return
+    for group, tensors in groups.items():
+        if format == "pt" and group in PT_NAMES:
+            with draft.file(PT_NAMES[group]) as sink:
+                torch.save({name: files.whole(tensor) for name, tensor in tensors.items()}, sink)
+        else:
+            files.save(draft, STEMS[group], tensors, shard_bytes)
+
+
+def format_of(folder: Path) -> Format:
+    """Which format a folder is in. UserError when it holds no weights."""
+    if (folder / DCP).is_dir():
+        return "dcp"
+    if (folder / PT_NAMES["model"]).is_file():
+        return "pt"
+    if any((folder / f"model.safetensors{end}").is_file() for end in ("", ".index.json")):
+        return "safetensors"
+    raise UserError(
+        f"'{folder}' holds no weights: expected model.safetensors (or its index), pytorch_model.pt or dcp/."
+    )
+
+
+def read(folder: Path, group: str) -> Mapping[str, Tensor] | None:
+    """One group's tensors by name on the host, or None when the checkpoint has none."""
+    format = format_of(folder)
+    if format == "dcp":
+        return read_dcp(folder / DCP, group)
+    if format == "pt" and group in PT_NAMES:
+        path = folder / PT_NAMES[group]
+        return load_pt(path) if path.is_file() else None
+    stem = STEMS[group]
+    if not any((folder / f"{stem}.safetensors{end}").is_file() for end in ("", ".index.json")):
+        return None
+    return files.TensorFiles(folder, stem)
+
+
+def load_pt(path: Path) -> dict[str, Tensor]:
+    """A ``.pt`` file's dict of tensors, without running anything in it. UserError otherwise."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"'{path}' is damaged or holds more than tensors: {reason}") from error
+    content = content.get("state_dict", content) if isinstance(content, dict) else content
+    tensors = dict(_leaves(content, "")) if isinstance(content, dict) else {}
+    if not tensors:
+        raise UserError(f"'{path}' holds no dict of tensors.")
+    return tensors
+
+
+def _leaves(content: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of nested dicts by dotted name; numbers and texts beside them (a step, a dtype) are no
+    weights."""
+    for name, value in content.items():
+        if isinstance(value, Tensor):
+            yield f"{prefix}{name}", value
+        elif isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+
+
+# ------------------------------------------------------------------------------------------- dcp
+
+
+def _write_dcp(draft: Draft, groups: Groups) -> None:
+    flat = {f"{group}.{name}": value for group, tensors in groups.items() for name, value in tensors.items()}
+    writer = dcp.FileSystemWriter(draft.path / DCP, sync_files=True)
+    dcp.save(flat, storage_writer=writer, no_dist=not dist.is_initialized())
+    draft.adopt(DCP)
+
+
+class _OnlyMetadata(pickle.Unpickler):
+    """Makes DCP's records, torch's plain value types and nothing else."""
+
+    ALLOWED = {
+        ("pathlib", "PosixPath"),
+        ("pathlib", "Path"),
+        ("pathlib._local", "PosixPath"),
+        ("collections", "OrderedDict"),
+        ("torch", "Size"),
+        ("torch", "device"),
+        ("torch.serialization", "_get_layout"),
+    }
+    MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in self.MODULES or (module, name) in self.ALLOWED or _is_dtype(module, name):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def _is_dtype(module: str, name: str) -> bool:
+    return module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+
+
+class SafeReader(dcp.FileSystemReader):
+    """DCP's reader of a folder, with the table of contents read safely."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp_metadata.Metadata:
+        path = Path(self.path) / ".metadata"
+        try:
+            with open(path, "rb") as raw:
+                found = _OnlyMetadata(raw).load()
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            raise UserError(f"'{path}' cannot be read safely: {error}.") from error
+        if getattr(found, "storage_meta", None) is None:
+            found.storage_meta = dcp_metadata.StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
+
+
+def read_dcp(folder: Path, group: str) -> dict[str, Tensor] | None:
+    """One group of a DCP folder, whole, on the host; None when it is not in there."""
+    reader = SafeReader(folder)
+    entries = reader.read_metadata().state_dict_metadata
+    prefix = f"{group}."
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if name.startswith(prefix)
+    }
+    if not state:
+        return None
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return {name.removeprefix(prefix): value for name, value in state.items()}

@@ -1,0 +1,116 @@
+"""How fast a run goes and what it waits for: rates between log points, stage times, memory, model FLOPs
+used."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from vlaforge.data.schema import Minibatch
+
+GIB = 1024**3
+
+
+class Meter:
+    """Counts samples, tokens and waiting since the last `read`.
+
+    Args:
+        device: whose memory is reported.
+        world: ranks; counts of this rank times the ranks give the global rates.
+        flops_per_s: peak of one device, 0 when unknown.
+        flops: of one micro-batch's forward and backward, at the largest shapes; 0 when unknown.
+    """
+
+    def __init__(self, device: torch.device, world: int = 1, flops: float = 0.0, flops_per_s: float = 0.0):
+        self.device, self.world, self.flops, self.flops_per_s = device, world, flops, flops_per_s
+        self.samples = self.tokens = self.steps = self.micro = 0
+        self.waited = 0.0
+        self.began = time.perf_counter()
+
+    def add(self, minibatches: Sequence[Minibatch], tokens: int = 0) -> None:
+        """Takes note of one step's micro-batches; `tokens` of them went through the backbone."""
+        self.samples += sum(minibatch.batch.size for minibatch in minibatches)
+        self.waited += sum(minibatch.waited_s for minibatch in minibatches)
+        self.tokens += tokens
+        self.micro += len(minibatches)
+        self.steps += 1
+
+    def pause(self) -> AbstractContextManager[None]:
+        """Time inside the block (an evaluation, a checkpoint) is in no rate."""
+        return self._paused()
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        stopped = time.perf_counter()
+        yield
+        self.began += time.perf_counter() - stopped
+
+    def read(self) -> dict[str, float]:
+        """Rates since the last call, and the memory; counting starts anew."""
+        now = time.perf_counter()
+        elapsed = max(now - self.began, 1e-9)
+        rates = {
+            "samples_per_s": self.samples * self.world / elapsed,
+            "step_time_s": elapsed / max(self.steps, 1),
+            "data_wait": min(self.waited / elapsed, 1.0),
+            "memory_gib": memory_gib(self.device),
+        }
+        if self.tokens:
+            rates["tokens_per_s"] = self.tokens * self.world / elapsed
+        if self.flops and self.flops_per_s:
+            rates["mfu"] = self.flops * self.micro / elapsed / self.flops_per_s
+        self.samples = self.tokens = self.steps = self.micro = 0
+        self.waited, self.began = 0.0, now
+        return rates
+
+
+def memory_gib(device: torch.device) -> float:
+    """Peak memory so far: the device's, or on a CPU the process's resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+
+
+class StageTimer:
+    """Times stages of the steps for which it is armed; costs nothing in the others.
+
+    On CUDA the stages are timed by events on the stream, read when asked for: the step itself does not wait.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.armed = device, False
+        self._marks: list[tuple[str, Any, Any]] = []
+
+    def __call__(self, name: str) -> AbstractContextManager[None]:
+        return self._stage(name) if self.armed else nullcontext()
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        began = self._mark()
+        yield
+        self._marks.append((name, began, self._mark()))
+
+    def _mark(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def read(self) -> dict[str, float]:
+        """``time/<stage>`` in milliseconds, summed over the armed steps since the last call."""
+        if self.device.type == "cuda" and self._marks:
+            torch.cuda.synchronize(self.device)
+        totals: dict[str, float] = {}
+        for name, began, ended in self._marks:
+            took = 1e3 * (ended - began) if isinstance(began, float) else began.elapsed_time(ended)
+            totals[f"time/{name}"] = totals.get(f"time/{name}", 0.0) + took
+        self._marks.clear()
+        return totals

@@ -1,0 +1,302 @@
+"""The life of a run: build, resume, step, log, evaluate, save, and end well whatever happens.
+
+`Trainer(setup, hooks).train()` runs one configuration to its end. What a step is stands in `step`, what is
+built in `assemble`, what is saved in `checkpoint`; this file is the order of events.
+
+Signals: SIGTERM and SIGINT end the run after the present step, with a checkpoint. Faults of the outside
+(disk full, dataset gone, folder not writable) end it with one sentence; the last checkpoint stays whole.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vlaforge.data.errors import UserError
+from vlaforge.data.loader import SampleError
+from vlaforge.data.schema import Minibatch
+from vlaforge.runtime.assemble import Parts, assemble, build_groups_of, build_model, build_plan, to_device
+from vlaforge.runtime.checkpoint import files, rehearsal
+from vlaforge.runtime.checkpoint.state import capture, restore
+from vlaforge.runtime.checkpoint.store import Checkpoints, reason
+from vlaforge.runtime.evaluate import held_out_loss
+from vlaforge.runtime.hooks import Hooks
+from vlaforge.runtime.meter import Meter, StageTimer
+from vlaforge.runtime.metrics import Log, OnTheWay, open_log
+from vlaforge.runtime.optim import low_precision_without_masters
+from vlaforge.runtime.process import Garbage, StopSignal, prepare
+from vlaforge.runtime.programs import samples_of
+from vlaforge.runtime.ranks import Ranks
+from vlaforge.runtime.setup import Setup
+
+
+class Trainer:
+    """One run.
+
+    Args:
+        setup: data, configuration and device, already checked.
+        hooks: is told what happens.
+        ranks: the other processes; one process by default.
+
+    Attributes:
+        model: the bare model on `device`, from `hooks.started` on.
+        completed: optimiser steps that lie behind.
+        checkpoint: the folder of the last checkpoint that was begun, or None.
+        stopped: the signal that ended the run early, or None.
+    """
+
+    model: nn.Module
+    parts: Parts
+    log: Log
+
+    def __init__(self, setup: Setup, hooks: Hooks | None = None, ranks: Ranks | None = None):
+        self.setup, self.args, self.device = setup, setup.args, setup.device
+        self.hooks, self.ranks = hooks or Hooks(), ranks or Ranks()
+        self.folder = Path(self.args.output_dir)
+        self.store = Checkpoints(
+            self.folder / "checkpoints",
+            format=self.args.save_format,
+            keep=self.args.save_total_limit,
+            background=self.args.async_save,
+            note=self.hooks.note,
+        )
+        self.signal = StopSignal()
+        self.timer = StageTimer(self.device)
+        self.completed = 0
+        self.checkpoint: Path | None = None
+        self._saved = -1
+        self._waiting: OnTheWay | None = None
+        self._skipped = 0
+
+    @property
+    def stopped(self) -> str | None:
+        return self.signal.name
+
+    def train(self) -> None:
+        """Runs to the end, or to a signal. Raises UserError for faults that a person can mend."""
+        with ExitStack() as stack:
+            stack.enter_context(locked(self.folder))
+            stack.enter_context(self.signal.watch())
+            garbage = stack.enter_context(Garbage(self.args.manual_gc, self.args.manual_gc_interval).held())
+            self._build()
+            stack.callback(self.parts.feed.close)
+            stack.callback(self.log.close)
+            try:
+                self._loop(garbage)
+                self._end()
+            except OSError as error:
+                raise UserError(f"The run stopped after step {self.completed}: {self._why(error)}.") from error
+            finally:
+                self._settle()
+
+    # ------------------------------------------------------------------------------------------ building
+
+    def _build(self) -> None:
+        for note in prepare(self.args, self.ranks.rank):
+            self.hooks.note(note)
+        self.store.sweep()
+        found = self._found()
+        self.model = build_model(self.setup, found, self.hooks.note)
+        self.completed = int(files.manifest(found)["step"]) if found is not None else 0
+        self.hooks.started(self)
+        groups = build_groups_of(self.args, self.model)
+        plan = build_plan(self.setup, self.model, groups)
+        self.hooks.note(plan.text())
+        for warning in plan.warnings:
+            self.hooks.note(f"Warning: {warning}")
+        self.parts = assemble(self.setup, self.model, groups, plan, self.ranks, self.timer)
+        if found is not None:
+            self.completed, notes = restore(self.parts, self.ranks, found)
+            self.checkpoint, self._saved = found, self.completed
+            for note in notes:
+                self.hooks.note(note)
+        if low_precision_without_masters(self.parts.optimizer):
+            self.hooks.note(
+                "Warning: low-precision weights without fp32 masters; updates below half a unit in the last place "
+                "of a weight vanish. --master-weights keeps them."
+            )
+        self.ranks.agree(self._facts())
+        if found is None and self.args.save_interval and self.args.save_rehearsal:
+            self._rehearse()
+        tree = self.setup.resolved.tree()
+        self.log = open_log(self.args, self.folder, tree, self.completed) if self.ranks.leads else Log([])
+        self._skipped = self.parts.core.guard.state()["skipped"]
+        self.meter = Meter(self.device, self.ranks.world)
+
+    def _found(self) -> Path | None:
+        """The checkpoint to resume from, when that was asked for."""
+        if not self.args.resume:
+            return None
+        newest = self.store.newest()
+        if newest is None:
+            raise UserError(f"There is no whole checkpoint in '{self.store.folder}' to resume from.")
+        return newest[1]
+
+    def _facts(self) -> dict[str, str]:
+        """What must be the same on every rank before the first step."""
+        listed = [f"{n} {tuple(p.shape)} {p.requires_grad}" for n, p in self.model.named_parameters()]
+        return {
+            "parameters": "\n".join(listed),
+            "configuration": self.setup.resolved.digest(),
+            "dataset": self.setup.dataset.fingerprint(),
+            "normalisers": self.setup.normalizers.hash,
+            "completed steps": str(self.completed),
+        }
+
+    def _rehearse(self) -> None:
+        content = capture(self.setup, self.parts, self.ranks, 0, None)
+        moments = 2 * sum(leaf.weight.numel() * leaf.weight.element_size() for leaf in self.parts.optimizer.leaves)
+        later = moments if self.args.save_training_state else 0
+        self.hooks.note(rehearsal.rehearse(self.store.folder, content, self.args.save_format, later))
+
+    # ------------------------------------------------------------------------------------------ stepping
+
+    def _loop(self, garbage: Garbage) -> None:
+        batches = to_device(self.parts.loader, self.device)
+        while self.completed < self.args.train_iters:
+            minibatches = self._next(batches)
+            step = self.completed + 1
+            detail = self.args.detail_log_interval
+            self.timer.armed = bool(detail) and step % detail == 0
+            metrics = self.parts.step(minibatches)
+            self.completed = step
+            self.meter.add(minibatches, self._tokens(minibatches))
+            self._after(step, metrics)
+            garbage.after(step)
+            if self.ranks.any(self.signal.name is not None):
+                return
+
+    def _next(self, batches: Iterator[Minibatch]) -> list[Minibatch]:
+        try:
+            return [next(batches) for _ in range(self.parts.micro_batches)]
+        except SampleError as error:
+            raise UserError(f"The run stopped after step {self.completed}: {error}. {self._resumable()}") from error
+
+    def _after(self, step: int, metrics: Mapping[str, torch.Tensor]) -> None:
+        """Logging, evaluation and saving that are due after `step`."""
+        last = step == self.args.train_iters
+        evaluating = bool(self.args.eval_interval) and (last or step % self.args.eval_interval == 0)
+        results: Mapping[str, float] = {}
+        if evaluating:
+            with self.meter.pause():
+                results = self._evaluate(step)
+        if evaluating or last or step % self.args.log_interval == 0 or self.timer.armed:
+            self._log(step, metrics, results)
+        self.store.poll()
+        interval = self.args.save_interval
+        if (interval and (step % interval == 0) and not last) or (last and interval):
+            self._save(results)
+
+    def _log(self, step: int, metrics: Mapping[str, torch.Tensor], results: Mapping[str, float]) -> None:
+        samples = samples_of(self.parts.feed)
+        per_epoch = self.parts.feed.steps_per_epoch
+        facts = {**self.meter.read(), "samples": samples, "epoch": step / per_epoch, **self.timer.read(), **results}
+        if -1 not in self.args.loss_log_rank:
+            shares = self.ranks.gather(float(self.parts.core.own_loss))
+            facts |= {f"loss/rank{r}": shares[r] for r in self.args.loss_log_rank if r < len(shares)}
+        self._flush()
+        self._waiting = OnTheWay(step, metrics, facts)
+        if self._waiting.here or results:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Writes the row that is on its way, when there is one."""
+        if self._waiting is None:
+            return
+        row, self._waiting = self._waiting.row(), None
+        self.log.write(row)
+        if self.ranks.leads:
+            self.hooks.logged(int(row["step"]), row)
+            self._remark(row)
+        fault = self.parts.core.guard.fault(row, int(row["step"]))
+        if fault is not None:
+            raise UserError(fault)
+
+    def _remark(self, row: Mapping[str, Any]) -> None:
+        """Says what a log line alone does not: skipped steps, stage times."""
+        if row["skipped"] > self._skipped:
+            count, self._skipped = row["skipped"] - self._skipped, row["skipped"]
+            self.hooks.note(
+                f"step {row['step']}: {count} skipped since the last line (loss {row['loss']:g}, gradient norm "
+                f"{row['grad_norm']:g}); {row['skipped']} in all"
+            )
+        stages = {name.removeprefix("time/"): value for name, value in row.items() if name.startswith("time/")}
+        if stages and self.args.timing_log_level:
+            self.hooks.note("stages: " + ", ".join(f"{name} {value:.1f} ms" for name, value in stages.items()))
+
+    def _tokens(self, minibatches: list[Minibatch]) -> int:
+        count = getattr(self.model, "tokens", None)
+        return 0 if count is None else sum(count(minibatch.batch) for minibatch in minibatches)
+
+    # ------------------------------------------------------------------------------------------ evaluating
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The model holds its averaged weights inside the block, when the run keeps an average."""
+        with self.parts.ema.swapped_in() if self.parts.ema is not None else nullcontext():
+            yield
+
+    def _evaluate(self, step: int) -> Mapping[str, float]:
+        with self.averaged():
+            loss = held_out_loss(self.setup, self.parts, self.ranks)
+            return {**loss, **self.hooks.evaluate(self, step)}
+
+    # ------------------------------------------------------------------------------------------ saving
+
+    def _save(self, results: Mapping[str, float] | None = None) -> None:
+        if self._saved == self.completed:
+            return
+        metric = (results or {}).get("eval_error", (results or {}).get("eval_loss"))
+        with self.meter.pause():
+            self.store.save(capture(self.setup, self.parts, self.ranks, self.completed, metric), metric)
+        self._saved = self.completed
+        self.checkpoint = self.store.folder / f"steps_{self.completed}"
+
+    def _end(self) -> None:
+        """The last rows, checkpoint and words of a run that was not cut off by an error."""
+        self._flush()
+        if self.args.save_interval:
+            self._save()
+        self.store.wait()
+        if self.stopped is not None:
+            self.hooks.note(f"Stopped by {self.stopped} after step {self.completed}. {self._resumable()}")
+            return
+        with self.averaged():
+            self.hooks.finished(self)
+
+    def _settle(self) -> None:
+        """Lets a background save finish; an error that already ends the run is the one to hear of."""
+        try:
+            self.store.wait()
+        except UserError as error:
+            self.hooks.note(str(error))
+
+    def _resumable(self) -> str:
+        if self.checkpoint is None:
+            return "No checkpoint was saved."
+        return f"The last checkpoint is {self.checkpoint}; continue with --resume."
+
+    def _why(self, error: OSError) -> str:
+        return f"{reason(error, self.folder)}. {self._resumable()}".rstrip(".")
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Holds the output folder for one run; UserError when another process has it. Its death frees it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "a") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"Another run is writing to '{folder}': wait for it, or choose another --output-dir."
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
