@@ -17,7 +17,18 @@ from torch import Tensor, nn
 
 from vlaforge.graphs.passes.base import Context, Decision, Pass, Site, claim
 from vlaforge.kernels import cpu
+from vlaforge.kernels.ada_norm import ada_norm
+from vlaforge.kernels.gated_residual import gated_residual
+from vlaforge.kernels.glu import glu
+from vlaforge.kernels.image_prep import image_prep
+from vlaforge.kernels.rms_norm import rms_norm
+from vlaforge.kernels.rotary import rotary
 from vlaforge.models.blocks.attention import Attention, Mask
+from vlaforge.models.blocks.image import PrepareImages
+from vlaforge.models.blocks.mlp import GatedActivation
+from vlaforge.models.blocks.modulation import GatedAdd, ModulatedLayerNorm
+from vlaforge.models.blocks.norms import AdaRMSNorm, RMSNorm
+from vlaforge.models.blocks.rotary import Rotary
 from vlaforge.models.towers.siglip import PatchEmbed
 
 
@@ -54,7 +65,7 @@ def onednn_patches(self: PatchEmbed, images_N3SS: Tensor) -> Tensor:
 def product_attention(
     self: Attention, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Mask | None = None
 ) -> Tensor:
-    if mask is not None and mask.is_causal:
+    if mask is not None and (mask.is_causal or mask.segments_BT is not None):
         return type(self).forward(self, q_BHTK, k_BGSK, v_BGSK, mask)
     keys = None if mask is None else mask.keys_BS
     return cpu.attention(q_BHTK, k_BGSK, v_BGSK, keys, q_BHTK.shape[-1] ** -0.5)
@@ -81,7 +92,58 @@ CPU_TABLE = (
     Swap(Attention, "attention", "forward", product_attention, _bf16_attention),
 )
 
-CUDA_TABLE: tuple[Swap, ...] = ()
+# ---------------------------------------------------------------------------------------------------- GPU
+
+
+def fused_rms(self: RMSNorm, x: Tensor) -> Tensor:
+    return rms_norm(x, self.weight, eps=self.eps, plus_one=self.offset == 1.0)
+
+
+def fused_modulate(self: AdaRMSNorm, x_BTD: Tensor, modulation_BM: Tensor) -> tuple[Tensor, Tensor]:
+    scale_B1D, shift_B1D, gate_B1D = modulation_BM[:, None].chunk(3, dim=-1)
+    return ada_norm(x_BTD, scale_B1D, shift_B1D, kind="rms", eps=self.eps), gate_B1D
+
+
+def fused_modulated_layer(self: ModulatedLayerNorm, x_BSD: Tensor, scale_BGD: Tensor, shift_BGD: Tensor) -> Tensor:
+    return ada_norm(x_BSD, scale_BGD, shift_BGD, kind="layer", eps=self.eps)
+
+
+def fused_gated_add(self: GatedAdd, x_BSD: Tensor, y_BSD: Tensor, gate_BGD: Tensor) -> Tensor:
+    return gated_residual(x_BSD, y_BSD, gate_BGD)
+
+
+def fused_glu(self: GatedActivation, gate_BTF: Tensor, up_BTF: Tensor | None = None) -> Tensor:
+    """Also takes the packed [gate | up] alone, and then writes one packed gradient."""
+    return glu(gate_BTF, up_BTF, activation=GLU[self.activation])
+
+
+def fused_rotary(self: Rotary, x_BHTK: Tensor, cos_BTJ: Tensor, sin_BTJ: Tensor) -> Tensor:
+    half = x_BHTK.shape[-1] // 2
+    return rotary(x_BHTK.transpose(1, 2), cos_BTJ[..., :half], sin_BTJ[..., :half]).transpose(1, 2)
+
+
+def fused_images(self: PrepareImages, images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    if images.dtype != torch.uint8 or images.shape[-1] != 3:
+        return type(self).forward(self, images, dtype)
+    return image_prep(images.flatten(0, 1), (self.size, self.size), dtype=dtype)
+
+
+GLU = {"gelu_tanh": "gelu", "silu": "silu"}
+
+
+def _always(module: nn.Module, context: Context) -> bool:
+    return True
+
+
+CUDA_TABLE = (
+    Swap(RMSNorm, "rms_norm", "forward", fused_rms, lambda module, _: module.offset in (0.0, 1.0)),
+    Swap(AdaRMSNorm, "ada_norm", "modulate", fused_modulate, _always),
+    Swap(ModulatedLayerNorm, "ada_layer_norm", "forward", fused_modulated_layer, _always),
+    Swap(GatedAdd, "gated_residual", "forward", fused_gated_add, _always),
+    Swap(GatedActivation, "glu", "forward", fused_glu, lambda module, _: module.activation in GLU),
+    Swap(Rotary, "rotary", "forward", fused_rotary, _always),
+    Swap(PrepareImages, "image_prep", "forward", fused_images, _always),
+)
 
 
 def table(context: Context) -> tuple[Swap, ...]:
