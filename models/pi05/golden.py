@@ -144,10 +144,11 @@ class Golden(Base):
         yield Quantity("suffix_out", joint["expert_norm"][0], inside=True)
         yield from self._masks(joint["layers.0.language.attend:in"][3], joint["layers.0.expert.attend:in"][3], valid_BP)
 
-    def _vision(self, tower_MNW: Tensor, features_MND: Tensor) -> Iterator[Quantity]:
-        """All views went through in one call; the record has them one by one."""
-        for name, value in (("vision_tower_out", tower_MNW), ("image_features", features_MND)):
-            for view, part in enumerate(value.unflatten(0, (-1, self.views)).unbind(1)):
+    def _vision(self, tower_MNW: Tensor, features_BVND: Tensor) -> Iterator[Quantity]:
+        """All views went through in one call (M = B·V images); the record has them one by one."""
+        tower_BVNW = tower_MNW.unflatten(0, (-1, self.views))
+        for name, value in (("vision_tower_out", tower_BVNW), ("image_features", features_BVND)):
+            for view, part in enumerate(value.unbind(1)):
                 yield Quantity(f"{name}.{view}", part, inside=True)
 
     def _masks(self, prefix: Any, actions: Any, valid_BP: Tensor) -> Iterator[Quantity]:

@@ -6,8 +6,8 @@ The official joint attention is one masked softmax over [prefix | actions]. The 
 computed here as what it is: the prefix over itself, and the actions over both. The prefix of the last layer is read by
 nobody after its keys and values, so the rest of it is left out.
 
-Axes: B samples, V views, L prompt tokens, P = V·(tokens a view) + L prefix tokens, D prefix width, H action steps,
-A action dimensions, W expert width, S = P + H, K head width, J = K/2, G key/value heads.
+Axes: B samples, V views, N tokens of a view, L prompt tokens, P = V·N + L prefix tokens, D prefix width, H action
+steps, A action dimensions, W expert width, S = P + H, K head width, J = K/2, G key/value heads.
 """
 
 from __future__ import annotations
@@ -177,16 +177,28 @@ class Model(EmbodiedModel):
 
         return euler(velocity, noise_BHA, steps)
 
+    def encode_frozen(self, batch: Batch) -> Batch:
+        """With a frozen vision tower, `image_features` [B, V, N, vision width] takes the place of the images."""
+        if "image_features" in batch or any(parameter.requires_grad for parameter in self.vision.parameters()):
+            return batch
+        with torch.no_grad():
+            features = self._look(batch)
+        rest = {name: value for name, value in batch.items() if name != "images"}
+        return Batch(rest, image_features=features)
+
+    def _look(self, batch: Batch) -> Tensor:
+        """All views in one call of the vision tower: [B, V, N, vision width]."""
+        return self.vision(self.prepare(batch["images"])).unflatten(0, batch["image_mask"].shape)
+
     def embed_prefix(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(embeddings [B, P, D], valid bool [B, P]) of [view 0 | view 1 | … | prompt]; all views in one vision call."""
-        mask_BV, token_mask_BL = batch["image_mask"], batch["token_mask"]
-        dtype = self.embed.weight.dtype
-        features_NLD = self.projector(self.vision(self.prepare(batch["images"])))
-        b, v = mask_BV.shape
-        images_BPD = features_NLD.unflatten(0, (b, v)).flatten(1, 2).to(dtype)
+        """(embeddings [B, P, D], valid bool [B, P]) of [view 0 | view 1 | … | prompt]."""
+        batch = self.encode_frozen(batch)
+        seen_BVNC = batch["image_features"] if "image_features" in batch else self._look(batch)
+        images_BVND = self.projector(seen_BVNC).to(self.embed.weight.dtype)
         text_BLD = self.embed(batch["tokens"]) * math.sqrt(self.config.language.width)
-        valid_BP = mask_BV[:, :, None].expand(b, v, features_NLD.shape[1]).flatten(1)
-        return torch.cat([images_BPD, text_BLD], dim=1), torch.cat([valid_BP, token_mask_BL], dim=1)
+        valid_BVN = batch["image_mask"][:, :, None].expand(images_BVND.shape[:3])
+        x_BPD = torch.cat([images_BVND.flatten(1, 2), text_BLD], dim=1)
+        return x_BPD, torch.cat([valid_BVN.flatten(1), batch["token_mask"]], dim=1)
 
     def embed_actions(self, noisy_BHA: Tensor, time_B: Tensor) -> tuple[Tensor, ...]:
         """(action tokens [B, H, W] in the expert's dtype, one condition a layer, the last norm's condition)."""
