@@ -13,14 +13,17 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from vlaforge.data.errors import UserError
+from vlaforge.data.errors import UserError, unknown
 from vlaforge.data.schema import Batch, Draw
+from vlaforge.models import HERE, Family, available, family
 from vlaforge.models.convert import Account, Layout, load_official, read_safetensors
 
 Kind = Literal["exact", "loss", "activation", "output", "gradient", "norm", "trajectory", "sample", "bfloat16"]
@@ -112,6 +115,29 @@ class Base(ABC):
         """The scalar that gradients and optimiser steps are taken of."""
         batch, draw = self.inputs()
         return model(self.cut(batch), draw).total()
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of models that has recorded results of its own, such as a frozen encoder; stands in for a family."""
+
+    name: str
+    package: str
+
+    def part(self, name: str) -> ModuleType:
+        """The module that holds its `Golden`, whatever part is asked for."""
+        return import_module(self.package)
+
+
+def subject(name: str) -> Family | Part:
+    """Whose results `name` means: a part with ``models/*/golden_<name>.py``, or a family. UserError for neither."""
+    wanted = name.lower().replace("-", "_")
+    parts = {path.stem.removeprefix("golden_"): path.parent.name for path in HERE.glob("*/golden_*.py")}
+    if wanted in parts:
+        return Part(wanted, f"vlaforge.models.{parts[wanted]}.golden_{wanted}")
+    if wanted in available():
+        return family(wanted)
+    raise unknown("model", name, [*available(), *parts])
 
 
 class Recorder:

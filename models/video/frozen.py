@@ -18,7 +18,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vlaforge.data.errors import UserError
-from vlaforge.models.convert import Layout, detect
+from vlaforge.data.schema import Contract
+from vlaforge.models.base import BlockGroup
+from vlaforge.models.convert import Account, Layout, detect
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -38,6 +40,8 @@ class FrozenEncoder:
     def __init__(self, what: str, path: str, seed: int | None, dtype: str, files: tuple[str, ...], setting: str):
         self.what, self.path, self.seed, self.files, self.setting = what, path, seed, files, setting
         self.dtype = DTYPES[dtype]
+        self.account: Account | None = None
+        """Where the weights came from, once they are loaded."""
         self._net: nn.Module | None = None
 
     def build(self) -> nn.Module:
@@ -87,9 +91,30 @@ class FrozenEncoder:
     def _load(self, net: nn.Module, official: Mapping[str, Tensor]) -> None:
         """A file's tensors into the empty `net`, strictly, whichever of the layouts they are in."""
         shapes = {name: value.shape for name, value in net.state_dict().items()}
-        state, _ = detect(self.layouts(), official).load(official, shapes)
+        state, self.account = detect(self.layouts(), official).load(official, shapes)
         state = {name: value.to(self.dtype) if value.is_floating_point() else value for name, value in state.items()}
         net.load_state_dict(state, strict=True, assign=True)
+
+
+class EncoderModel(nn.Module):
+    """A frozen encoder with what plan and `forge-parity` ask of a model: a contract, repeated blocks, a name.
+
+    Args:
+        blocks: container → paths of its blocks in this module (the network is ``net``).
+    """
+
+    def __init__(self, family: str, encoder: FrozenEncoder, blocks: Mapping[str, tuple[str, ...]]):
+        super().__init__()
+        self.family, self.encoder, self.config = family, encoder, encoder
+        self.net = encoder.net("cpu")
+        self._blocks = blocks
+
+    @staticmethod
+    def contract(config: FrozenEncoder) -> Contract:
+        return Contract({}, {})
+
+    def blocks(self) -> list[BlockGroup]:
+        return [BlockGroup(path, names) for path, names in self._blocks.items()]
 
 
 def read_state(path: Path) -> dict[str, Tensor]:

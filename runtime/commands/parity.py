@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from vlaforge.data.errors import UserError
-from vlaforge.models import family
+from vlaforge.models.golden import subject
 from vlaforge.runtime.parity import Lower, compare, lower_with, table
 
 
@@ -24,7 +24,9 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description="Compares a model with the recorded results of its official implementation.",
     )
-    parser.add_argument("--model", "--model-name", required=True, metavar="FAMILY", help="model family")
+    parser.add_argument(
+        "--model", "--model-name", required=True, metavar="NAME", help="a family, or an encoder: umt5, wan_vae22"
+    )
     parser.add_argument("--golden", required=True, metavar="DIR", help="folder with the recorded results")
     parser.add_argument("--verbose", action="store_true", help="one line for each gradient norm")
     lowering = parser.add_argument_group("lowering", "any of these compares the model as it would train")
@@ -40,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (default: the process's) and returns the exit code."""
     args = parser().parse_args(argv)
     try:
-        report = compare(family(args.model), args.golden, _lower(args))
+        report = compare(subject(args.model), args.golden, _lower(args))
     except UserError as error:
         print(f"forge-parity: {error}", file=sys.stderr)
         return 2
