@@ -195,11 +195,16 @@ class Mixture(Dataset):
         )
 
 
-def open_mixture(path: Path | str, open_one: Callable[..., Dataset]) -> Mixture:
+def open_mixture(
+    path: Path | str, open_one: Callable[..., Dataset], episodes: Sequence[int] | str | None = None
+) -> Mixture:
     """The mixture that a YAML file describes (see the module); relative paths are relative to the file.
 
-    `open_one(path, **{"episodes", "split" where given})` opens one dataset.
+    `open_one(path, **{"episodes", "split" where given})` opens one dataset. `episodes` are numbers of the mixture's own
+    episode table; only those are kept.
     """
+    if isinstance(episodes, str):
+        raise UserError(f"Episodes of a mixture are chosen in '{path}', dataset by dataset, not with --episodes.")
     path = Path(path)
     try:
         entries = yaml.safe_load(path.read_text())["datasets"]
@@ -221,4 +226,16 @@ def open_mixture(path: Path | str, open_one: Callable[..., Dataset]) -> Mixture:
         if weight is not None and not isinstance(weight, int | float):
             raise UserError(f"The weight of '{entry['path']}' in {path} is '{weight}'; it must be a number.")
         parts.append(Part(open_one(found if found.exists() else entry["path"], **options), weight, name))
-    return Mixture(parts)
+    if episodes is None:
+        return Mixture(parts)
+    return Mixture(_restricted(parts, [int(number) for number in episodes], open_one))
+
+
+def _restricted(parts: Sequence[Part], episodes: Sequence[int], open_one: Callable[..., Dataset]) -> list[Part]:
+    """The parts that have any of these episodes, with those alone."""
+    kept = []
+    for number, part in enumerate(parts):
+        own = [index - number * ROWS for index in episodes if index // ROWS == number]
+        if own:
+            kept.append(replace(part, dataset=open_one(part.dataset.info.path, episodes=own)))
+    return kept

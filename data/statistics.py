@@ -182,10 +182,12 @@ def cached(dataset: Dataset, spec: StatisticsSpec, folder: Path | None = None) -
     """
     path = (folder or cache_folder() / "statistics") / f"{spec.key(dataset)}.json"
     if (values := _load(path)) is not None:
-        return Computed(values, f"computed from the data earlier (cache {path})")
+        return Computed(values, "computed from the data by an earlier run")
     values = compute(dataset, spec)
     stored = _store(path, values)
-    return Computed(values, "computed from the data" + (f" (cached in {path})" if stored else ""))
+    return Computed(
+        values, "computed from the data" + ("" if stored else f" (and not cached: {path} cannot be written)")
+    )
 
 
 def to_json(values: Statistics) -> str:

@@ -110,6 +110,7 @@ class TrainingArgs:
     batch_drop_last: bool = data(False, "Leave out an epoch's last, incomplete step; otherwise the next epoch fills it")
     distributed_sampler_mode: str = data("cyclic", "Which samples of a batch each rank gets",
                                          choices=["cyclic", "block"])
+    streaming: bool = data(False, "Read almost in order, for data larger than memory, with a shuffle buffer")
     allow_extreme_norm: bool = data(False, "Train even if normalised values are extreme")
 
     pretrained_checkpoint: str | None = save(None, "Weights to start from, ours or official",

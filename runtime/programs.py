@@ -75,6 +75,7 @@ def stream(setup: Setup, contract: Contract, ranks: Ranks, **changes: Any) -> Lo
         "sampler": args.distributed_sampler_mode,
         "shuffle": args.sampler_shuffle,
         "drop_last": args.batch_drop_last,
+        "streaming": args.streaming,
         "multiprocessing_context": args.dataloader_multiprocessing_context,
     }
     return build_loader(**{**options, **changes})

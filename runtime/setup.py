@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from vlaforge.data import norm_table
@@ -18,10 +17,11 @@ from vlaforge.data.dataset import Dataset, DatasetInfo
 from vlaforge.data.dummy import DummyDataset, DummyProcessing
 from vlaforge.data.errors import UserError, nearest
 from vlaforge.data.normalize import NormalizerSet
+from vlaforge.data.prepare import prepare
 from vlaforge.data.readers import open_dataset
 from vlaforge.data.readers.selection import parse_ranges
 from vlaforge.data.schema import ACTION, STATE, Contract
-from vlaforge.data.statistics import Computed, StatisticsSpec, statistics_of
+from vlaforge.data.statistics import Computed
 from vlaforge.data.tokenizer import Tokenizer
 from vlaforge.runtime.args import TrainingArgs
 from vlaforge.runtime.config import Resolved
@@ -78,9 +78,9 @@ def build_setup(resolved: Resolved, passed: Callable[[str, str], None] = lambda 
     if tokenizer is not None:
         passed("tokenizer", f"{tokenizer.path}, {tokenizer.vocab_size} entries")
     check_stored_statistics(dataset)
-    statistics, normalizers = normalizers_of(resolved, data_config, dataset)
+    prepared = prepare(dataset, data_config, getattr(model_config, "action_horizon", 1))
+    statistics, normalizers, rows = prepared.statistics, prepared.normalizers, prepared.rows
     passed("statistics", statistics.origin)
-    rows = norm_rows(dataset, statistics, normalizers)
     notes = norm_table.check(rows, resolved.args.allow_extreme_norm)
     passed("normalisation", f"{len(rows)} dimensions" + (f", {len(notes)} of them unsafe" if notes else ""))
     processing = resolved.family.processing(model_config, data_config, normalizers, tokenizer, dataset.info)
@@ -228,18 +228,6 @@ def load_tokenizer(resolved: Resolved) -> Tokenizer | None:
     return Tokenizer(path, **options)
 
 
-def normalizers_of(resolved: Resolved, data_config: Any, dataset: Dataset) -> tuple[Computed, NormalizerSet]:
-    """Statistics after the action transform, and the normalisers of action and state made from them."""
-    transform = getattr(data_config, "action_transform", None)
-    horizon = getattr(resolved.model_config, "action_horizon", 1)
-    spec = StatisticsSpec(transform, horizon) if transform is not None else StatisticsSpec(horizon=horizon)
-    statistics = statistics_of(dataset, spec)
-    keys = {"action": dataset.info.action_dim, "state": dataset.info.state_dim}
-    modes = {key: data_config.normalization_mode for key, dim in keys.items() if dim}
-    convention = getattr(data_config, "normalization_convention", "vlaforge")
-    return statistics, NormalizerSet.from_statistics(statistics.values, modes, convention=convention)
-
-
 def check_stored_statistics(dataset: Dataset) -> None:
     """The statistics that the dataset carries have as many values as its columns have dimensions."""
     stored = dataset.stored_statistics() or {}
@@ -250,18 +238,3 @@ def check_stored_statistics(dataset: Dataset) -> None:
                     f"The dataset's statistics have {values.size} values for {name} of '{key}', but its rows have "
                     f"{dim} dimensions: they belong to other data. Replace them, or remove them to have them computed."
                 )
-
-
-def norm_rows(dataset: Dataset, statistics: Computed, normalizers: NormalizerSet) -> list[norm_table.Row]:
-    """The start-up table: range, share outside [-1, 1] and doubtful dimensions of action and state."""
-    rows: list[norm_table.Row] = []
-    names = {ACTION: dataset.info.action_names, STATE: dataset.info.state_names}
-    for key, source in (("action", ACTION), ("state", STATE)):
-        if key not in normalizers or source not in statistics.values:
-            continue
-        stats = statistics.values[source]
-        values = None
-        if stats["min"].ndim == 1:
-            values = np.concatenate([dataset.column(source, episode) for episode in dataset.episodes[:100]])
-        rows += norm_table.table(key, normalizers.get(key), stats, values, names[source])
-    return rows

@@ -62,7 +62,7 @@ def open_dataset(
     if format not in FORMATS:
         raise unknown("dataset format", format, FORMATS)
     if Path(path).suffix in (".yaml", ".yml"):
-        return open_mixture(path, lambda part, **own: open_dataset(part, **{**options, **own}))
+        return open_mixture(path, lambda part, **own: open_dataset(part, **{**options, **own}), episodes)
     if format == "lerobot_datasets":
         return LeRobotReader(
             local_path(path),

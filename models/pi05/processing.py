@@ -108,7 +108,7 @@ class Processing:
         actions = np.asarray(sample[ACTION], np.float32)
         if self.transform is not None:
             actions = self.transform.apply(actions, sample.get(STATE))
-        real = self.normalizers.normalize("action", actions)
+        real = self.normalizers.normalize("action", actions, sample.get("embodiment", ""))
         horizon, width = self.model.action_horizon, self.model.max_action_dim
         padded, mask = np.zeros((horizon, width), np.float32), np.zeros((horizon, width), bool)
         padded[:, : real.shape[-1]] = real
@@ -134,9 +134,11 @@ class Processing:
 
         `sample` gives the state that relative actions refer to.
         """
-        actions = self.normalizers.denormalize("action", np.asarray(x_HA, np.float32)[..., : self.action_dim])
+        sample = sample or {}
+        x_HA = np.asarray(x_HA, np.float32)[..., : self.action_dim]
+        actions = self.normalizers.denormalize("action", x_HA, sample.get("embodiment", ""))
         if self.transform is not None:
-            actions = self.transform.invert(actions, None if sample is None else sample.get(STATE))
+            actions = self.transform.invert(actions, sample.get(STATE))
         return actions
 
     def _state(self, obs: Sample) -> np.ndarray:
@@ -145,7 +147,7 @@ class Processing:
                 "π0.5 writes the robot's state into the prompt, but the dataset has none: name its column with "
                 "data.state_key, or set data.discrete_state_input=false."
             )
-        return self.normalizers.normalize("state", obs[STATE])
+        return self.normalizers.normalize("state", obs[STATE], obs.get("embodiment", ""))
 
     def _tokens(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         tokens, mask = self.tokenizer.encode(text, self.length)

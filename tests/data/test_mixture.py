@@ -13,8 +13,9 @@ from vlaforge.data.errors import UserError
 from vlaforge.data.loader import build_loader
 from vlaforge.data.mixture import ROWS, Mixture, Part
 from vlaforge.data.normalize import NormalizerSet
+from vlaforge.data.prepare import prepare
 from vlaforge.data.readers import open_dataset
-from vlaforge.data.schema import Contract, DataNeeds, Field
+from vlaforge.data.schema import Contract, DataConfig, DataNeeds, Field
 from vlaforge.data.statistics import StatisticsSpec, compute
 
 CONTRACT = Contract({"action": Field((2, 4), torch.float32, "HA"), "which": Field((), torch.int64, "")}, {})
@@ -139,3 +140,26 @@ def test_faulty_parts_are_said(mixture):
         Mixture([Part(a, 1.0, "x"), Part(b, None, "y")])
     with pytest.raises(UserError, match="its own name"):
         normalizers(Mixture([Part(a, 1.0, "x"), Part(b, 2.0, "x")]))
+
+
+def test_held_out_episodes_come_from_the_last_part(mixture, tmp_path):
+    numbers = [episode.index for episode in mixture.episodes]
+    path = tmp_path / "mixture.yaml"
+    held, kept = open_dataset(path, episodes=numbers[-1:]), open_dataset(path, episodes=numbers[:-1])
+    assert [part.embodiment for part in held.parts] == ["right"] and len(held) == len(mixture.parts[1].dataset)
+    assert [part.embodiment for part in kept.parts] == ["left"] and len(kept) == len(mixture.parts[0].dataset)
+    with pytest.raises(UserError, match="dataset by dataset"):
+        open_dataset(path, episodes="0:2")
+
+
+@pytest.mark.parametrize("mode", ["absolute", "relative"])
+def test_prepared_normalisers_and_table(mixture, tmp_path, monkeypatch, mode):
+    monkeypatch.setenv("VLAFORGE_CACHE", str(tmp_path))
+    made = prepare(mixture, DataConfig(action_mode=mode, normalization_mode="min_max"), horizon=4)
+    assert set(made.normalizers.entries) == {"left", "right"}
+    assert [row.key for row in made.rows] == ["left action"] * 4 + ["left state"] * 4 + ["right action"] * 4 + [
+        "right state"
+    ] * 4
+    assert all(row.worst <= 1.0001 and row.outside <= 0.001 for row in made.rows)
+    assert made.normalizers.get("action", "left").a.shape == ((4, 4) if mode == "relative" else (4,))
+    assert made.statistics.origin.startswith("left: ")

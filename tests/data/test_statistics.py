@@ -276,7 +276,7 @@ def test_cached_values_are_exact_and_a_torn_file_is_computed_again(tmp_path):
 def test_a_folder_that_cannot_be_written_is_no_fault(tmp_path):
     (tmp_path / "file").write_text("")
     made = cached(Table(walks(0)), StatisticsSpec(), tmp_path / "file" / "below")
-    assert made.origin == "computed from the data" and "action" in made.values
+    assert "cannot be written" in made.origin and "action" in made.values
 
 
 TWO = """
