@@ -119,7 +119,7 @@ def openloop_picture(
         axes.set_ylabel(name, fontsize=9)
         if dim == 0:
             axes.set_title(_errors(episode, result), fontsize=10, color=INK, loc="left")
-            axes.legend(frameon=False, fontsize=8, ncols=3, loc="upper right")
+    figure.legend(*axes.get_legend_handles_labels(), frameon=False, fontsize=9, ncols=3, loc="outside lower left")
     axes.set_xlabel("frame (thin lines: the model sees the camera and predicts the next chunk)", fontsize=9)
     figure.savefig(path, dpi=130)
 

@@ -24,3 +24,13 @@ def root() -> Path:
 def metaworld() -> Path:
     """The bundled LeRobot v3.0 dataset: 6 episodes, 453 frames, two cameras."""
     return ROOT / "data" / "samples" / "metaworld_v30"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what is marked `gpu` where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
