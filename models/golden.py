@@ -111,6 +111,10 @@ class Base(ABC):
         """The folder's weights into `model`, strictly, through the official layout."""
         return load_official(model, self.layouts, self.folder.weights)
 
+    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Parameter groups of the recorded AdamW steps: all that is trained, unless the recipe has several rates."""
+        return [{"params": [parameter for parameter in model.parameters() if parameter.requires_grad]}]
+
     def loss(self, model: nn.Module) -> Tensor:
         """The scalar that gradients and optimiser steps are taken of."""
         batch, draw = self.inputs()

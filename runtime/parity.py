@@ -187,7 +187,12 @@ def canonical_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     finally:
         for parameter, value in values.items():
             parameter.data = value
-    return {name: None if value.is_floating_point() and value.isnan().all() else value for name, value in state.items()}
+    buffers = {name for name, _ in model.named_buffers()}
+    return {
+        name: None if value.is_floating_point() and value.isnan().all() else value
+        for name, value in state.items()
+        if name not in buffers
+    }
 
 
 class _Places:
@@ -257,8 +262,8 @@ def _norm(name: str, gradient: Tensor | None, theirs: float, total: float) -> Ro
 def _steps(golden: Base, model: nn.Module, account: Account) -> Iterator[Row]:
     """The recorded number of AdamW steps on the same batch and draw; changes the model's weights."""
     expected, place = golden.folder.expected, _Places(golden, account)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, **golden.adamw)
+    optimizer = torch.optim.AdamW(golden.groups(model), **golden.adamw)
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     count = max((len(expected[n]) for n in expected if n.startswith("adamw_")), default=1)
     losses, norms, after = [], [], {}
     for step in range(count):

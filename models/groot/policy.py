@@ -29,6 +29,7 @@ from vlaforge.models.towers.qwen3_vision import PatchGrid
 class GrootConfig:
     """Hyperparameters of the head and of what is trained, named as in the published config.json.
 
+    `action_dim` and `state_dim` are the robot's (None: the dataset's), inside the model's `max_` ones.
     `mask_vl_padding` keeps padding out of the context's self-attention; published models let it in, so that a sample's
     loss depends on what it is batched with. `tune_top_llm_layers` counts from the last kept layer.
     """
@@ -37,6 +38,8 @@ class GrootConfig:
     image_size: int = 224
     max_token_len: int = 220
     select_layer: int = 16
+    action_dim: int | None = None
+    state_dim: int | None = None
     max_state_dim: int = 132
     max_action_dim: int = 132
     action_horizon: int = 40
@@ -65,16 +68,13 @@ class GrootConfig:
     tune_vlln: bool = True
 
     @property
-    def action_dim(self) -> int:
-        return self.max_action_dim
-
-    @property
-    def state_dim(self) -> int:
+    def state_width(self) -> int:
+        """S: the width of the whole state history inside the model."""
         return self.max_state_dim * self.state_history_length
 
     def head(self) -> HeadConfig:
         return HeadConfig(
-            state=self.state_dim,
+            state=self.state_width,
             action=self.max_action_dim,
             horizon=self.action_horizon,
             hidden=self.hidden_size,
@@ -236,7 +236,7 @@ class GrootPolicy(EmbodiedModel):
             "tokens": Field((config.max_token_len,), torch.int64, "L", 0, cls.vocabulary(config)),
             "token_mask": Field((config.max_token_len,), torch.bool, "L"),
             **cls.backbone_fields(config),
-            "state": Field((config.state_dim,), torch.float32, "S", -1.0, 1.0),
+            "state": Field((config.state_width,), torch.float32, "S", -1.0, 1.0),
             "embodiment": Field((), torch.int64, "", 0, config.max_num_embodiments),
             "actions": Field((horizon, width), torch.float32, "HA", -1.0, 1.0, observation=False),
             "action_mask": Field((horizon, width), torch.bool, "HA", observation=False),
@@ -315,6 +315,12 @@ class GrootPolicy(EmbodiedModel):
             names = tuple(f"head.dit.blocks.{i}" for i in range(first, self.config.dit.layers, 2))
             groups.append(BlockGroup(f"head.dit.blocks[{kind}]", names))
         return groups
+
+    def freeze(self) -> None:
+        """Turns gradients off for what the config's `tune_*` switches leave untrained; families call it when built."""
+        for path in self.frozen():
+            part = self.get_parameter(path) if path == "head.positions" else self.get_submodule(path)
+            part.requires_grad_(False)
 
     def frozen(self) -> list[str]:
         """Paths that the config's `tune_*` switches leave untrained."""

@@ -31,6 +31,7 @@ class Model(GrootPolicy):
         self.vision = Siglip2(config.vision)
         self.projector = PixelShuffleProjector(config.vision.width, config.vision.merge, config.text.width)
         self.language = Qwen3(config.text)
+        self.freeze()
 
     @classmethod
     def vocabulary(cls, config: ModelConfig) -> int:

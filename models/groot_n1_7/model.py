@@ -35,6 +35,7 @@ class Model(GrootPolicy):
         super().__init__(config)
         self.vision = Qwen3Vision(config.vision)
         self.language = Qwen3(config.text)
+        self.freeze()
 
     @classmethod
     def vocabulary(cls, config: ModelConfig) -> int:

@@ -222,9 +222,11 @@ def sinusoid_table(length: int, channels: int) -> Tensor:
 
 @dataclass(frozen=True)
 class BartConfig:
-    """BART's encoder (defaults: Florence-2-large). Dropout rates act in training only."""
+    """BART's encoder (defaults: Florence-2-large). Dropout rates act in training only. `pad_token`'s embedding is read
+    (padding is attended to) but never trained, as published."""
 
     vocab_size: int = 51289
+    pad_token: int = 1
     width: int = 1024
     layers: int = 12
     heads: int = 16
@@ -269,7 +271,7 @@ class BartEncoder(nn.Module):
     def __init__(self, config: BartConfig, salts: Iterator[int] | None = None):
         super().__init__()
         salts = count(10_000) if salts is None else salts
-        self.tokens = nn.Embedding(config.vocab_size, config.width)
+        self.tokens = nn.Embedding(config.vocab_size, config.width, padding_idx=config.pad_token)
         self.positions = nn.Embedding(config.max_positions + self.OFFSET, config.width)
         self.norm = nn.LayerNorm(config.width, eps=config.eps)
         self.drop = Dropout(config.dropout, next(salts))

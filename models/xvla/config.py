@@ -23,8 +23,9 @@ class ModelConfig:
     """Args:
     image_size: pixels a side that reach the vision tower.
     num_image_views: camera slots V; the first one is read together with the text.
-    action_horizon: H. action_mode: see `actions.py`. real_action_dim: the robot's, for ``auto``.
-    max_state_dim: width of the state input; max_action_dim: A for ``auto``.
+    action_horizon: H. action_mode: see `actions.py`.
+    action_dim, state_dim: the robot's; None takes the dataset's.
+    max_state_dim: width of the state input; max_action_dim: the model's action width for ``auto``.
     max_len_seq: rows of the position table; the sequence without soft prompts must fit.
     """
 
@@ -50,7 +51,8 @@ class ModelConfig:
     use_proprio: bool = True
     action_mode: str = "ee6d"
     action_horizon: int = 30
-    real_action_dim: int = 20
+    action_dim: int | None = None
+    state_dim: int | None = None
     max_action_dim: int = 20
     max_state_dim: int = 20
     num_inference_steps: int = 10
@@ -66,15 +68,16 @@ class ModelConfig:
 
     @property
     def space(self) -> ActionSpace:
-        return action_space(self.action_mode, self.real_action_dim, self.max_action_dim)
+        return action_space(self.action_mode, self.action_dim or self.max_action_dim, self.max_action_dim)
 
     @property
-    def action_dim(self) -> int:
+    def action_width(self) -> int:
         """A: the action width inside the model."""
         return self.space.dim
 
     @property
-    def state_dim(self) -> int:
+    def state_width(self) -> int:
+        """S: the state width inside the model; 0 without it."""
         return self.max_state_dim if self.use_proprio else 0
 
     @property

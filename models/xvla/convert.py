@@ -1,5 +1,5 @@
 """X-VLA's public layouts: the original one (2toINF/X-VLA, Microsoft's Florence-2 names) and LeRobot's, which
-since 0.6 has transformers' Florence-2 names behind ``model.``; older LeRobot files are the original with that prefix."""
+since 0.6 has transformers' names behind ``model.``; older LeRobot files are the original with that prefix."""
 
 from __future__ import annotations
 

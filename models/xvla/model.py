@@ -56,9 +56,9 @@ class Policy(nn.Module):
         width, vlm, domains = config.hidden_size, config.text.width, config.num_domains
         self.dim_time = config.dim_time
         self.hetero = config.use_hetero_proj
-        inputs = config.action_dim + config.state_dim + config.dim_time
+        inputs = config.action_width + config.state_width + config.dim_time
         self.action_encoder = EmbodimentLinear(domains, inputs, width)
-        self.action_decoder = EmbodimentLinear(domains, width, config.action_dim)
+        self.action_decoder = EmbodimentLinear(domains, width, config.action_width)
         if self.hetero:
             self.vlm_proj = EmbodimentLinear(domains, vlm, width)
             self.aux_visual_proj = EmbodimentLinear(domains, vlm, width)
@@ -115,8 +115,8 @@ class Model(EmbodiedModel):
         self.language = BartEncoder(config.text, salts)
         self.policy = Policy(config, salts)
         self.space = config.space
-        self.register_buffer("shown_A", self.space.shown(config.action_dim), persistent=False)
-        self.register_buffer("shown_S", self.space.shown(config.state_dim), persistent=False)
+        self.register_buffer("shown_A", self.space.shown(config.action_width), persistent=False)
+        self.register_buffer("shown_S", self.space.shown(config.state_width), persistent=False)
 
     @classmethod
     def contract(cls, config: ModelConfig) -> Contract:
@@ -124,13 +124,13 @@ class Model(EmbodiedModel):
             config.num_image_views,
             config.image_size,
             config.action_horizon,
-            config.action_dim,
+            config.action_width,
         )
         fields = {
             "images": Field((views, 3, size, size), torch.float32, "VCHW", -2.0, 2.0),
             "image_mask": Field((views,), torch.bool, "V"),
             "tokens": Field((config.max_token_len,), torch.int64, "L", 3, config.text.vocab_size),
-            "state": Field((config.state_dim,), torch.float32, "S", -1.0, 1.0),
+            "state": Field((config.state_width,), torch.float32, "S", -1.0, 1.0),
             "embodiment": Field((), torch.int64, "", 0, config.num_domains),
             "actions": Field((horizon, width), torch.float32, "HA", 0.0, 1.0, observation=False),
             "action_mask": Field((horizon, width), torch.bool, "HA", observation=False),
