@@ -22,6 +22,7 @@ save = group("Checkpoints")
 lower = group("Precision and lowering")
 log = group("Logging")
 held = group("Evaluation")
+trace = group("Profiler")
 
 
 # fmt: off
@@ -99,11 +100,15 @@ class TrainingArgs:
     num_samples: int = data(100, "Samples to make up with --dataset-format dummy_datasets", low=1)
     lerobotdataset_version: str = data("v3.0", "Version the dataset must have; unset, its own is read",
                                        choices=["v2.0", "v2.1", "v3.0"])
+    dataset_strategy: str = data("default", "Whose way of building samples: default is the model's own",
+                                 choices=["default", "fastwam", "lingbot_va", "groot_n1_7", "cosmos3_droid",
+                                          "dreamzero"])
     video_backend: str = data("torchcodec", "Video decoder; unset, pyav where torchcodec cannot load",
                               choices=["torchcodec", "decord", "opencv", "pyav", "torchvision_av"])
     robot_type: str | None = data(None, "Embodiment, for families with several layouts; unset, the dataset's",
                                   example="NAME")
     num_workers: int = data(4, "Loader processes of one training process", low=0)
+    dataloader_seed_workers: bool = data(False, "Also seed the global generators of loader processes")
     dataloader_multiprocessing_context: str | None = data(None, "How loader processes start; unset, chosen",
                                                           choices=["fork", "spawn", "forkserver"])
     sampler_shuffle: bool = data(True, "Visit the samples of each epoch in random order")
@@ -123,7 +128,7 @@ class TrainingArgs:
     save_total_limit: int | None = save(None, "Newest checkpoints to keep, besides the best; unset, all", low=1)
     save_rehearsal: bool = save(True, "Save, read back and compare a checkpoint before the first step")
     new_modules: str = save("", "Parameters that --pretrained-checkpoint need not have: paths or patterns",
-                            example="action_in_proj,action_out_proj")
+                            example="action_in,action_out")
 
     dtype: str = lower("bfloat16", "Precision of the computation", choices=["bfloat16", "float16", "float32"])
     compile: bool = lower(False, "Compile the repeated blocks")
@@ -134,7 +139,6 @@ class TrainingArgs:
     device_kind: str | None = lower(None, "Device to plan for with --plan or --dry-run; unset, this one",
                                     example="cpu|cuda|h200")
     verify_compile: int = lower(0, "Compare N lowered steps with plain ones before training", low=0)
-    profile: str | None = lower(None, "Profile steps A to B", example="A:B")
 
     log_interval: int = log(1, "Steps between log lines", low=1)
     detail_log_interval: int = log(20, "Steps between timings of a step's stages; 0 never", low=0)
@@ -150,10 +154,27 @@ class TrainingArgs:
                                      example="5,7-9|last:N")
     eval_interval: int = held(0, "Steps between evaluations; 0 is before and after training only", low=0)
 
+    profile: str | None = trace(None, "Profile steps A to B with torch's profiler; short for the next four",
+                                example="A:B")
+    use_pytorch_profiler: bool = trace(False, "Profile a window of steps with torch's profiler")
+    use_nsys_profiler: bool = trace(False, "Mark the window for Nsight Systems instead")
+    profile_step_start: int = trace(10, "First step of the window", low=1)
+    profile_step_end: int = trace(12, "Last step of the window", low=1)
+    profile_ranks: tuple[int, ...] = trace((0,), "Processes that profile", low=0)
+    profile_output_dir: str | None = trace(None, "Folder of traces; none is profiler/ of --output-dir",
+                                          example="DIR")
+
     def __post_init__(self) -> None:
         check_values(self)
         if self.profile is not None:
             profile_range(self.profile)
+        if self.profile_step_end < self.profile_step_start:
+            raise UserError(
+                f"--profile-step-end is {self.profile_step_end}: it must not be before --profile-step-start "
+                f"{self.profile_step_start}."
+            )
+        if self.use_nsys_profiler and (self.use_pytorch_profiler or self.profile is not None):
+            raise UserError("--use-nsys-profiler and torch's profiler were both asked for: choose one.")
 # fmt: on
 
 
