@@ -25,6 +25,7 @@ from vlaforge.graphs.passes.base import Context, Pass, Site, StepParts
 from vlaforge.graphs.render import plan_dict, plan_text
 
 State = Literal["on", "skip", "off"]
+LOWERED = "_forge_lowered"
 
 
 @cache
@@ -104,12 +105,12 @@ class Plan:
         `model` must have the structure that the plan was made for (meta or not); ValueError when it was lowered
         already, by this plan or another.
         """
-        if self.lowered or getattr(model, "_forge_lowered", False):
-            raise ValueError("this model or plan was lowered already; make a fresh model and plan")
+        if self.lowered or getattr(model, LOWERED, False):
+            raise ValueError("this plan or model was lowered already: make a fresh one")
         for entry in self.entries:
             if entry.state == "on" and entry.rule.stage == "module":
                 entry.rule.apply(model, entry.sites, self.context)
-        model._forge_lowered = True
+        setattr(model, LOWERED, True)
         self.lowered = True
         return model
 
@@ -133,9 +134,11 @@ def make_plan(model: nn.Module, contract: Contract, options: PlanOptions | None 
     """Decides on every pass for `model` (on any device, the meta device too) without changing it.
 
     Raises UserError for a mistyped pass in `with_` or `without`, and for two passes that were both asked for and
-    cannot both have the same place.
+    cannot both have the same place; ValueError for a model that was lowered already.
     """
     options = options or PlanOptions()
+    if getattr(model, LOWERED, False):
+        raise ValueError("this model was lowered already: plan for a fresh one")
     known = [rule.name for rule in registry()]
     for name in (*options.with_, *options.without):
         if name not in known:

@@ -1,14 +1,14 @@
-"""compile_blocks: each kind of repeated block compiled once (`fullgraph=True`), and the parts around them.
+"""compile_blocks: each kind of repeated block compiled once (`fullgraph=True`).
 
-Regions are compiled, not the whole model: the time to compile does not grow with depth, wrappers can hook between
+Blocks are compiled, not the whole model: the time to compile does not grow with depth, wrappers can hook between
 blocks, and a graph break is an error at the block that has it. Blocks of one kind share code; their weights are inputs
-of it. Counting of graph breaks and recompiles is in `graphs.counters`.
+of it. What stands around the blocks runs once a step and takes a few percent of it. Graph breaks and recompiles are
+counted by `graphs.counters`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -36,36 +36,16 @@ class CompileBlocks(Pass):
         return Decision(True, "")
 
     def sites(self, model: nn.Module, context: Context) -> list[Site]:
-        found = [Site(name, group.path, (claim("call", name),)) for group in model.blocks() for name in group.names]
-        return found + [Site(name, name, (claim("call", name),)) for name in _parts(model)]
+        return [Site(name, group.path, (claim("call", name),)) for group in model.blocks() for name in group.names]
 
     def apply(self, target: nn.Module, sites: Sequence[Site], context: Context) -> None:
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, CACHE_LIMIT)
-        torch._dynamo.config.accumulated_recompile_limit = max(
-            torch._dynamo.config.accumulated_recompile_limit, 4 * CACHE_LIMIT
-        )
+        config = torch._dynamo.config
+        config.recompile_limit = max(config.recompile_limit, CACHE_LIMIT)
+        config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4 * CACHE_LIMIT)
         for site in sites:
-            owner, attribute = _method(target, site.path)
-            compiled = torch.compile(getattr(owner, attribute), fullgraph=True, dynamic=False)
-            setattr(owner, attribute, compiled)
+            block = target.get_submodule(site.path)
+            block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
 
     @staticmethod
     def _varies(context: Context) -> bool:
         return any(trim.keep == "prefix" for trim in context.contract.trims)
-
-
-def _parts(model: nn.Module) -> list[str]:
-    """Paths of modules and methods beside the blocks that the model says are worth compiling (`compiled_parts`)."""
-    return list(model.compiled_parts()) if hasattr(model, "compiled_parts") else []
-
-
-def _method(model: nn.Module, path: str) -> tuple[Any, str]:
-    """Where the callable of a site lives: a module's `forward`, or a method named by the last part of the path."""
-    owner: Any = model
-    names = path.split(".") if path else []
-    for number, name in enumerate(names):
-        value = getattr(owner, name)
-        if number == len(names) - 1 and not isinstance(value, nn.Module):
-            return owner, name
-        owner = value
-    return owner, "forward"
