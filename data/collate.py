@@ -9,54 +9,75 @@ import torch
 
 from vlaforge.data.schema import Batch, Contract, Trim
 
+Cut = tuple[int, slice | np.ndarray]
+"""(axis, counting the batch axis as 0, and what stays along it)."""
+
 
 def collate(samples: Sequence[Mapping[str, np.ndarray]], contract: Contract, trim: bool = True) -> Batch:
-    """Stacks the contract's fields of B samples and cuts them by its trims.
+    """Stacks the contract's fields of B samples, cut by its trims (before they are copied, not after).
 
     ValueError when a sample lacks a field, or one has another shape or dtype than the contract says.
     """
+    cuts: dict[str, list[Cut]] = {}
+    if trim:
+        masks = {rule.mask: torch.from_numpy(_stack(samples, rule.mask)) for rule in contract.trims}
+        cuts = _cuts(masks, contract.trims)
     batch = Batch()
-    for name in contract.fields:
-        try:
-            stacked = np.stack([sample[name] for sample in samples])
-        except KeyError:
-            held = sorted(set.intersection(*(set(sample) for sample in samples)))
-            raise ValueError(
-                f"the processing gives no '{name}', which the contract names; it gives {held}"
-            ) from None
-        batch[name] = torch.from_numpy(stacked)
-        if batch[name].dtype != contract.fields[name].dtype:
-            raise ValueError(
-                f"'{name}' is {batch[name].dtype}, but the contract says {contract.fields[name].dtype}"
-            )
+    for name, spec in contract.fields.items():
+        batch[name] = torch.from_numpy(_stack(samples, name, cuts.get(name, ())))
+        if batch[name].dtype != spec.dtype:
+            raise ValueError(f"'{name}' is {batch[name].dtype}, but the contract says {spec.dtype}")
     contract.check(batch)
-    return trimmed(batch, contract.trims) if trim else batch
+    return batch
 
 
 def trimmed(batch: Batch, trims: Sequence[Trim]) -> Batch:
-    """Cuts each trim's axes where its mask is False in all samples; the rest of the batch is the same
-    tensors.
-    """
+    """Cuts each trim's axes where its mask is False in all samples; the rest of the batch is the same tensors."""
     out = Batch(batch)
-    for rule in trims:
-        kept = _kept(batch[rule.mask].any(0), rule)
-        if kept is None:
-            continue
-        for name, axis in rule.cut:
-            out[name] = out[name].index_select(axis, kept)
+    for name, cuts in _cuts(batch, trims).items():
+        for cut in cuts:
+            out[name] = out[name][_index(*cut)].contiguous()
     return out
 
 
-def _kept(used: torch.Tensor, rule: Trim) -> torch.Tensor | None:
-    """Indices that stay along the axis (at least one), or None when all do."""
-    count = len(used)
-    held = torch.nonzero(used)[:, 0]
-    if rule.keep in ("prefix", "suffix"):
-        length = 1
-        if len(held):
-            length = int(held[-1]) + 1 if rule.keep == "prefix" else count - int(held[0])
-        length = min(count, -(-length // rule.multiple) * rule.multiple)
-        held = torch.arange(length) if rule.keep == "prefix" else torch.arange(count - length, count)
-    elif not len(held):
-        held = torch.zeros(1, dtype=torch.int64)
-    return None if len(held) == count else held
+def _stack(samples: Sequence[Mapping[str, np.ndarray]], name: str, cuts: Sequence[Cut] = ()) -> np.ndarray:
+    try:
+        parts = [np.asarray(sample[name]) for sample in samples]
+    except KeyError:
+        held = sorted(set.intersection(*(set(sample) for sample in samples)))
+        raise ValueError(f"the processing gives no '{name}', which the contract names; it gives {held}") from None
+    for axis, kept in cuts:
+        parts = [part[_index(axis - 1, kept)] for part in parts]
+    return np.ascontiguousarray(np.stack(parts))
+
+
+def _index(axis: int, kept: slice | np.ndarray) -> tuple:
+    return (*[slice(None)] * axis, kept)
+
+
+def _cuts(masks: Mapping[str, torch.Tensor], trims: Sequence[Trim]) -> dict[str, list[Cut]]:
+    """Field → its cuts; fields that keep everything are left out."""
+    cuts: dict[str, list[Cut]] = {}
+    for rule in trims:
+        kept = _kept(masks[rule.mask].any(0).cpu().numpy(), rule)
+        if kept is not None:
+            for name, axis in rule.cut:
+                cuts.setdefault(name, []).append((axis, kept))
+    return cuts
+
+
+def _kept(used: np.ndarray, rule: Trim) -> slice | np.ndarray | None:
+    """What stays along the axis (at least one entry), or None when all does."""
+    count, held = len(used), np.flatnonzero(used)
+    if rule.keep == "any":
+        first, last = (int(held[0]), int(held[-1])) if len(held) else (0, 0)
+        if len(held) in (0, last - first + 1):
+            return None if max(len(held), 1) == count else slice(first, last + 1)
+        return held
+    length = 1
+    if len(held):
+        length = int(held[-1]) + 1 if rule.keep == "prefix" else count - int(held[0])
+    length = min(count, -(-length // rule.multiple) * rule.multiple)
+    if length == count:
+        return None
+    return slice(0, length) if rule.keep == "prefix" else slice(count - length, count)
