@@ -13,11 +13,13 @@ process that reads.
 from __future__ import annotations
 
 import multiprocessing
+import random
 import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -269,6 +271,7 @@ def build_loader(
     trim: bool = True,
     training: bool = True,
     multiprocessing_context: str | None = None,
+    seed_workers: bool = False,
     pin_memory: bool | None = None,
     prefetch: int = 2,
     streaming: bool = False,
@@ -288,6 +291,8 @@ def build_loader(
         drop_last: leave an epoch's incomplete step out; otherwise it is filled from the next epoch.
         trim: cut masked cameras and padding at collate time, by the contract's trims.
         training: passed to the processing; False means no augmentation.
+        seed_workers: also seed Python's, NumPy's and torch's global generators in each worker, for code of your own
+            that draws from them; nothing here does.
         multiprocessing_context: of workers. Default forkserver: as quick as fork after the first worker, and
             safe with the threads of CUDA, video decoders and torch, which fork is not.
         pin_memory: page-locked staging; default when a CUDA device is present.
@@ -314,6 +319,8 @@ def build_loader(
     options: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
     if num_workers:
         options |= {"prefetch_factor": prefetch, "multiprocessing_context": _context(multiprocessing_context)}
+        if seed_workers:
+            options["worker_init_fn"] = partial(_seed_worker, seed * world + rank)
     maker = Maker(dataset, processing, contract, seed=seed, training=training, trim=trim)
     return Loader(maker, schedule, rank, identity, options)
 
@@ -325,6 +332,13 @@ def _order(dataset: Dataset, batch_size: int, seed: int, shuffle: bool, streamin
     if streaming:
         return StreamOrder.of(dataset, batch_size, seed=seed, shuffle=shuffle)
     return own(seed, shuffle) if own is not None else Shuffled(len(dataset), seed, shuffle)
+
+
+def _seed_worker(seed: int, worker: int) -> None:
+    value = int(sample_rng(seed, 0, worker, "worker").integers(2**31))
+    random.seed(value)
+    np.random.seed(value)  # noqa: NPY002 (the generator that foreign code draws from)
+    torch.manual_seed(value)
 
 
 def _context(name: str | None) -> multiprocessing.context.BaseContext:

@@ -77,6 +77,7 @@ def stream(setup: Setup, contract: Contract, ranks: Ranks, **changes: Any) -> Lo
         "drop_last": args.batch_drop_last,
         "streaming": args.streaming,
         "multiprocessing_context": args.dataloader_multiprocessing_context,
+        "seed_workers": args.dataloader_seed_workers or args.deterministic_mode,
     }
     return build_loader(**{**options, **changes})
 

@@ -68,6 +68,7 @@ def build_setup(resolved: Resolved, passed: Callable[[str, str], None] = lambda 
     passed("device", str(device))
     if resolved.args.dataset_format == "dummy_datasets":
         return _synthetic(resolved, device, passed)
+    check_strategy(resolved)
     dataset, held_out = open_episodes(resolved)
     passed("dataset", describe_dataset(dataset, held_out))
     model_config, data_config = fit_to_dataset(resolved, dataset.info)
@@ -83,7 +84,14 @@ def build_setup(resolved: Resolved, passed: Callable[[str, str], None] = lambda 
     passed("statistics", statistics.origin)
     notes = norm_table.check(rows, resolved.args.allow_extreme_norm)
     passed("normalisation", f"{len(rows)} dimensions" + (f", {len(notes)} of them unsafe" if notes else ""))
-    processing = resolved.family.processing(model_config, data_config, normalizers, tokenizer, dataset.info)
+    info = dataset.info
+    if resolved.args.robot_type is not None:
+        info = replace(info, robot_type=resolved.args.robot_type)
+    processing = resolved.family.processing(model_config, data_config, normalizers, tokenizer, info)
+    if hasattr(processing, "bind"):  # caches of encoded features must be this dataset's
+        for part in (dataset, held_out):
+            if part is not None:
+                processing.bind(part)
     contract = resolved.family.model.contract(model_config)
     notes += getattr(dataset, "notes", ())
     return Setup(
@@ -120,6 +128,13 @@ def pick_device(name: str) -> torch.device:
 
 
 # ------------------------------------------------------------------------------------------------- data
+
+
+def check_strategy(resolved: Resolved) -> None:
+    """``--dataset-strategy`` is the model's own: each family builds its samples itself."""
+    strategy, name = resolved.args.dataset_strategy, resolved.family.name
+    if strategy not in ("default", name) and not strategy.startswith(f"{name}_"):
+        raise UserError(f"--dataset-strategy {strategy} belongs to another model than {name}: leave it out.")
 
 
 def open_episodes(resolved: Resolved) -> tuple[Dataset, Dataset | None]:
@@ -217,7 +232,8 @@ def check_cameras(cameras: dict[str, str], info: DatasetInfo) -> None:
 def load_tokenizer(resolved: Resolved) -> Tokenizer | None:
     """The family's tokenizer, or None for a family that reads no text."""
     options = getattr(resolved.family.processing, "tokenizer_options", {})
-    if options is None:
+    needed = getattr(resolved.family.processing, "tokenizer_needed", None)
+    if options is None or (needed is not None and not needed(resolved.model_config)):
         return None
     path = resolved.args.tokenizer_path
     if path is None:

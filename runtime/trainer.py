@@ -31,6 +31,7 @@ from vlaforge.runtime.meter import Meter, StageTimer
 from vlaforge.runtime.metrics import Log, OnTheWay, open_log
 from vlaforge.runtime.optim import low_precision_without_masters
 from vlaforge.runtime.process import Garbage, StopSignal, prepare
+from vlaforge.runtime.profiler import StepProfiler
 from vlaforge.runtime.programs import samples_of
 from vlaforge.runtime.ranks import Ranks
 from vlaforge.runtime.setup import Setup
@@ -85,6 +86,7 @@ class Trainer:
             stack.enter_context(self.signal.watch())
             garbage = stack.enter_context(Garbage(self.args.manual_gc, self.args.manual_gc_interval).held())
             self._build()
+            self.profiler = stack.enter_context(StepProfiler(self.args, self.ranks.rank, self.device, self.hooks.note))
             stack.callback(self.parts.feed.close)
             stack.callback(self.log.close)
             try:
@@ -160,12 +162,14 @@ class Trainer:
     def _loop(self, garbage: Garbage) -> None:
         batches = to_device(self.parts.loader, self.device)
         while self.completed < self.args.train_iters:
-            minibatches = self._next(batches)
             step = self.completed + 1
+            self.profiler.before(step)
+            minibatches = self._next(batches)
             detail = self.args.detail_log_interval
             self.timer.armed = bool(detail) and step % detail == 0
             metrics = self.parts.step(minibatches)
             self.completed = step
+            self.profiler.after(step)
             self.meter.add(minibatches, self._tokens(minibatches))
             self._after(step, metrics)
             garbage.after(step)

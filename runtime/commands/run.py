@@ -123,6 +123,12 @@ def train(resolved: Resolved, console: Console) -> int:
     from vlaforge.runtime.session import Session
     from vlaforge.runtime.trainer import Trainer
 
+    if resolved.args.verify_compile:
+        from vlaforge.runtime.ranks import Ranks
+        from vlaforge.runtime.verify import verify
+
+        console.say(verify(setup, Ranks()))
+
     with Session(setup, console, began) as session:
         Trainer(setup, session).train()
     return 0
