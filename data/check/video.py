@@ -8,7 +8,7 @@ from vlaforge.data.check.findings import Report
 from vlaforge.data.errors import UserError
 from vlaforge.data.readers.lerobot.features import Features
 from vlaforge.data.readers.lerobot.layouts import Entry, Layout
-from vlaforge.data.video import FrameIndex, VideoPool, build_index, choose_backend
+from vlaforge.data.video import Expected, FrameIndex, VideoPool, build_index, choose_backend
 
 
 def check_videos(
@@ -44,9 +44,10 @@ def check_videos(
             choice = choose_backend(backend, str(root / name))
             pool = VideoPool(choice.backend, float(layout.info["fps"]), capacity=4)
             report.looked.append(choice.note)
+        held = Expected(index.count, index.count)  # what is there is decoded, whatever it should be
         for entry, own in members:
             if entry.index in fits:
-                _decode(report, root, name, entry, own, pool, frames)
+                _decode(report, root, name, entry, entry.videos[own].start, pool, held, frames)
     stored = {str(path.relative_to(root)) for path in (root / "videos").rglob("*.mp4")}
     for stray in sorted(stored - set(by_file)):
         report.add("files", "is not used by any episode", stray, warning=True)
@@ -96,12 +97,13 @@ def _check_size(report: Report, name: str, features: Features, key: str, index: 
         report.add("video", message, name)
 
 
-def _decode(report: Report, root: Path, name: str, entry: Entry, key: str, pool: VideoPool, frames: str) -> None:
-    part = entry.videos[key]
-    middle, last = part.start + entry.length // 2, part.start + entry.length - 1
-    rows = range(part.start, last + 1) if frames == "all" else sorted({part.start, middle, last})
+def _decode(
+    report: Report, root: Path, name: str, entry: Entry, start: int, pool: VideoPool, held: Expected, frames: str
+) -> None:
+    last = start + entry.length - 1
+    rows = range(start, last + 1) if frames == "all" else sorted({start, start + entry.length // 2, last})
     try:
         for row in rows:
-            pool.frames(str(root / name), [row], part.rows)
+            pool.frames(str(root / name), [row], held)
     except UserError as error:
         report.add("video", str(error), name, entry.index)

@@ -23,7 +23,7 @@ class JoinedVideo:
     """
 
     def __init__(self, path: Path, fps: float):
-        self.path, self.frames = path, 0
+        self.path, self.frames, self.bytes = path, 0, 0
         self.tick = Fraction(1, 1) / (Fraction(fps).limit_denominator(1001) * _TICKS)
         self._output = self._stream = self._like = None
 
@@ -48,6 +48,7 @@ class JoinedVideo:
                 packet.time_base = self.tick
                 packet.pts, packet.dts = (start + shown) * _TICKS, (start + decoded) * _TICKS
                 packet.duration = _TICKS
+                self.bytes += packet.size
                 self._output.mux(packet)
         self.frames += rows
         return start

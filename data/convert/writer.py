@@ -135,8 +135,7 @@ class V30Writer:
         camera = self._cameras.get(key)
         if camera is None:
             camera = self._cameras[key] = _Camera(self._video(key, _Place()))
-        full = camera.video.path.exists() and camera.video.path.stat().st_size > self.limits.video_mb * _MB
-        if full or not camera.video.takes(source):
+        if camera.video.bytes > self.limits.video_mb * _MB or not camera.video.takes(source):
             camera.video.close()
             camera.place = camera.place.next(self.limits.chunk)
             camera.video = self._video(key, camera.place)

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 import av
 import numpy as np
@@ -19,6 +20,16 @@ import numpy as np
 from vlaforge.data.video.errors import DecodeError
 
 _TOLERANCE_FRAMES = 0.5 + 1e-6  # a time exactly half a frame away still counts as near
+
+
+class Expected(NamedTuple):
+    """What a dataset says about one of its files: rows of all episodes in it, and where the last of them ends.
+
+    The two differ where episodes were removed and their frames are still there.
+    """
+
+    rows: int
+    end: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,25 +71,24 @@ class FrameIndex:
         """(position, decode ticks) of the last key frame at or before `position`."""
         number = bisect_right(self.keys, position) - 1
         if number < 0:
-            raise DecodeError(
-                f"{self.path} has no key frame at or before frame {position}: the file is damaged."
-            )
+            raise DecodeError(f"{self.path} has no key frame at or before frame {position}: the file is damaged.")
         return int(self.keys[number]), int(self.key_dts[number])
 
-    def positions(self, rows: Sequence[int], fps: float, rows_in_file: int) -> list[int]:
+    def positions(self, rows: Sequence[int], fps: float, expected: Expected) -> list[int]:
         """Positions of the frames that belong to dataset rows `rows` (counted from the file's start).
 
-        With as many frames as rows, or with frames evenly spaced at the dataset's `fps`, the row number is
-        the position. Otherwise a row is looked up by its time, row / fps, and must be within half a frame of
-        one.
+        With as many frames as rows, or with frames evenly spaced at the dataset's `fps`, the row number is the
+        position. Otherwise a row is looked up by its time, row / fps, and must be within half a frame of one.
+
+        Raises DecodeError when the file has fewer frames than its episodes need, whichever of them are asked for:
+        then it is not known which frames are missing.
         """
-        if self.count == rows_in_file or self._spaced_at(fps):
-            for row in rows:
-                if not 0 <= row < self.count:
-                    raise DecodeError(
-                        f"{self.path} has {self.count} frames, but the dataset's rows need frame {row} "
-                        f"({row / fps:.4f} s): the video is shorter than its episodes."
-                    )
+        if self.count == expected.rows == expected.end or self._spaced_at(fps):
+            if self.count < max(expected.end, *(row + 1 for row in rows)):
+                raise DecodeError(
+                    f"{self.path} has {self.count} frames ({self.seconds(self.count):.4f} s), but the dataset's "
+                    f"episodes need {expected.end} of it: the video and the rows do not belong together."
+                )
             return list(rows)
         return [self._nearest(row / fps, fps) for row in rows]
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from vlaforge.data.video.backends import Decoder, open_file
-from vlaforge.data.video.index import FrameIndex, build_index
+from vlaforge.data.video.index import Expected, FrameIndex, build_index
 
 _INDEXES_KEPT = 4096
 _ABANDONED: list[object] = []
@@ -54,17 +54,17 @@ class VideoPool:
             self._indexes.move_to_end(path)
         return found
 
-    def frames(self, path: str, rows: Sequence[int], rows_in_file: int) -> np.ndarray:
+    def frames(self, path: str, rows: Sequence[int], expected: Expected) -> np.ndarray:
         """The frames of dataset rows `rows` (counted from the file's start): uint8 [n, H, W, 3], in the order
         asked.
 
-        Rows may repeat and come in any order; each frame is decoded once. Raises DecodeError, never returns
-        another frame. `rows_in_file` is how many rows the dataset says the file holds.
+        Rows may repeat and come in any order; each frame is decoded once. Raises DecodeError, never returns another
+        frame. `expected` is what the dataset says the file holds.
         """
         if self._pid != os.getpid():
             _ABANDONED.append(self._open)  # keeps the parent's decoders from being destroyed here
             self._reset()
-        positions = self.index(path).positions(rows, self.fps, rows_in_file)
+        positions = self.index(path).positions(rows, self.fps, expected)
         distinct = sorted(set(positions))
         frames = self._decoder(path).frames(distinct)
         if distinct == positions:

@@ -142,6 +142,11 @@ def _check_alike(recordings: Sequence[Recording]) -> None:
         for what, values, like in (("action", recording.action, first.action), ("state", recording.state, first.state)):
             if (values is None) != (like is None):
                 raise UserError(f"{where}: the {what} is in some recordings and not in others.")
+            if values is not None and not np.isfinite(values).all():
+                frame = int(np.argwhere(~np.isfinite(values))[0, 0])
+                raise UserError(
+                    f"{where}: the {what} is NaN or infinite at row {frame}: repair it, or remove the file."
+                )
             if values is not None and values.shape != (recording.length, like.shape[1]):
                 raise UserError(
                     f"{where}: the {what} has shape {list(values.shape)}; expected "

@@ -19,18 +19,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vlaforge.data.errors import UserError
+from vlaforge.data.video import Expected
 
 CHECK = "run `forge-data check` on it for the whole list"
 
 
 @dataclass(frozen=True)
 class VideoPart:
-    """An episode's part of a video file: `path` relative to the dataset, `start` in frames, of `rows` in the
-    file."""
+    """An episode's part of a video: `path` relative to the dataset, `start` in frames, and what the file must hold."""
 
     path: str
     start: int
-    rows: int
+    file: Expected
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ class _V2(Layout):
         entries, start = [], 0
         for line in read_lines(self.root / "meta/episodes.jsonl", ("episode_index", "length")):
             index, length = int(line.pop("episode_index")), int(line.pop("length"))
-            where = {"episode_chunk": index // chunk_size, "episode_index": index}
-            videos = {key: VideoPart(self._path("video", video_key=key, **where), 0, length) for key in video_keys}
+            where, whole = {"episode_chunk": index // chunk_size, "episode_index": index}, Expected(length, length)
+            videos = {key: VideoPart(self._path("video", video_key=key, **where), 0, whole) for key in video_keys}
             tasks = tuple(line.pop("tasks", None) or ())
             entries.append(Entry(index, length, start, tasks, self._path("data", **where), videos, line))
             start += length
@@ -138,23 +138,20 @@ class V30(Layout):
     def entries(self, video_keys: Iterable[str]) -> list[Entry]:
         video_keys = list(video_keys)
         rows = self._episode_rows(video_keys)
-        totals: dict[tuple[str, str], int] = {}
+        parts: list[dict[str, tuple[str, int]]] = []
+        files: dict[str, Expected] = {}
         for row in rows:
-            for key in video_keys:
-                place = (key, self._video(row, key))
-                totals[place] = totals.get(place, 0) + row["length"]
+            parts.append({key: self._video(row, key) for key in video_keys})
+            for path, start in parts[-1].values():
+                held = files.get(path, Expected(0, 0))
+                files[path] = Expected(held.rows + row["length"], max(held.end, start + row["length"]))
         entries = []
-        for row in rows:
-            videos = {}
-            for key in video_keys:
-                path = self._video(row, key)
-                start = frame_of(row[f"videos/{key}/from_timestamp"], self.info["fps"])
-                videos[key] = VideoPart(path, start, totals[key, path])
+        for row, own in zip(rows, parts):
+            videos = {key: VideoPart(path, start, files[path]) for key, (path, start) in own.items()}
             data = self._path("data", chunk_index=row["data/chunk_index"], file_index=row["data/file_index"])
             extra = {key: value for key, value in row.items() if "/" not in key and key not in _EPISODE[:4]}
-            start = row["dataset_from_index"]
-            entry = Entry(row["episode_index"], row["length"], start, tuple(row["tasks"] or ()), data, videos, extra)
-            entries.append(entry)
+            start, tasks = row["dataset_from_index"], tuple(row["tasks"] or ())
+            entries.append(Entry(row["episode_index"], row["length"], start, tasks, data, videos, extra))
         return entries
 
     def _episode_rows(self, video_keys: list[str]) -> list[dict[str, Any]]:
@@ -175,9 +172,11 @@ class V30(Layout):
             raise UserError(f"{self.root / 'meta/episodes'} holds no chunk-*/file-*.parquet with episodes.")
         return rows
 
-    def _video(self, row: Mapping[str, Any], key: str) -> str:
+    def _video(self, row: Mapping[str, Any], key: str) -> tuple[str, int]:
+        """(path, first frame) of an episode in its video."""
         at = {name: row[f"videos/{key}/{name}"] for name in ("chunk_index", "file_index")}
-        return self._path("video", video_key=key, **at)
+        start = frame_of(row[f"videos/{key}/from_timestamp"], self.info["fps"])
+        return self._path("video", video_key=key, **at), start
 
     def tasks(self) -> dict[int, str]:
         """The text is the column ``task``, or the table's text index where a pandas index was written under

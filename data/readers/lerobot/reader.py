@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -101,6 +102,8 @@ class LeRobotReader(Dataset):
                 self._keys[what] = ()
         self.rows.load(list(dict.fromkeys(wanted)))
         self._values = {what: self._joined(what) for what in self._keys if self._keys[what]}
+        for what, values in self._values.items():
+            self._check_finite(what, values)
         if ACTION not in self._values and (close := nearest(ACTION, names)):
             raise UserError(
                 f"{self.root} has no column 'action': name the right one, such as data.action_key={close[0]}."
@@ -109,8 +112,21 @@ class LeRobotReader(Dataset):
     def _joined(self, what: str) -> np.ndarray:
         """float32 [rows, D] of the columns that make up the action or the state, side by side."""
         parts = [self.rows.column(key) for key in self._keys[what]]
+        texts = [key for key, part in zip(self._keys[what], parts) if part.dtype.kind == "O"]
+        if texts:
+            raise UserError(f"{self.root}: column '{texts[0]}' holds text or gaps, and cannot be the {what}.")
         parts = [part.reshape(len(part), -1).astype(np.float32, copy=False) for part in parts]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+
+    def _check_finite(self, what: str, values: np.ndarray) -> None:
+        bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
+        if len(bad):
+            number = int(np.searchsorted(self.rows.offsets, bad[0], side="right")) - 1
+            entry, frame = self.entries[number], int(bad[0]) - self.rows.offsets[number]
+            raise UserError(
+                f"{self.root / entry.data}: the {what} of episode {entry.index} is NaN or infinite at frame {frame} "
+                f"({len(bad)} rows in all): leave the episode out with --episodes, or repair it; {CHECK}."
+            )
 
     def _task_texts(self) -> np.ndarray | None:
         """Object [rows], the text of each row where a language column gives it; None: by task number."""
@@ -234,7 +250,7 @@ class LeRobotReader(Dataset):
         for path, slots in by_file.items():
             parts = [self.entries[places[slot][0]].videos[key] for slot in slots]
             rows = np.concatenate([part.start + steps[slot] for part, slot in zip(parts, slots)])
-            frames = self._pool.frames(str(self.root / path), rows.tolist(), parts[0].rows)
+            frames = self._pool.frames(str(self.root / path), rows.tolist(), parts[0].file)
             for slot, of_slot in zip(slots, np.split(frames, len(slots))):
                 out[slot] = of_slot
         return out
@@ -257,10 +273,16 @@ class LeRobotReader(Dataset):
         return {entry.index: number for number, entry in enumerate(self.entries)}
 
     def stored_statistics(self) -> Mapping[str, Mapping[str, np.ndarray]] | None:
-        """As stored (v2.1: merged over the episodes, without quantiles); cameras by channel, [C]."""
+        """As stored (v2.1: merged over the episodes, without quantiles); cameras by channel, [C].
+
+        Action and state are under their canonical names whatever the columns are called.
+        """
         stored = self.layout.statistics() or merge_episodes(self.layout.episode_statistics())
         if not stored:
             return None
+        for what, keys in self._keys.items():
+            if keys and what not in stored and all(key in stored for key in keys):
+                stored[what] = _side_by_side([stored[key] for key in keys])
         layouts = {self.features.camera_keys[name]: layout for name, layout in self.features.layouts.items()}
         shaped: dict[str, dict[str, np.ndarray]] = {}
         for key, entry in stored.items():
@@ -286,6 +308,15 @@ class LeRobotReader(Dataset):
 def _columns(key: str) -> tuple[str, ...]:
     """``"a,b"`` → the columns a and b, side by side."""
     return tuple(part.strip() for part in key.split(",") if part.strip())
+
+
+def _side_by_side(parts: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
+    """Statistics of joined columns: those that all of them have, count once."""
+    names = set.intersection(*(set(part) for part in parts))
+    joined = {
+        name: np.concatenate([np.asarray(part[name], np.float64).reshape(-1) for part in parts]) for name in names
+    }
+    return joined | ({"count": np.asarray(parts[0]["count"])} if "count" in names else {})
 
 
 def _check_videos(root: Path, entries: Sequence[Entry]) -> None:

@@ -36,7 +36,9 @@ class TorchvisionDecoder:
         base = self.index.time_base
         if not key <= self._next <= position:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # "accurate seek is not implemented": the frame's time is compared below
+                warnings.simplefilter(
+                    "ignore"
+                )  # "accurate seek is not implemented": the frame's time is compared below
                 self._reader.seek(float(key_dts * base))
         wanted = float(self.index.pts_at(position) * base)
         try:
