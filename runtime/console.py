@@ -37,26 +37,6 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 
-def count(number: float) -> str:
-    """``812``, ``45.2 k``, ``3.3 M``, ``1.2 B``."""
-    for size, unit in ((1e9, " B"), (1e6, " M"), (1e4, " k")):
-        if abs(number) >= size:
-            return f"{number / (1e3 if unit == ' k' else size):.3g}{unit}"
-    return f"{number:g}"
-
-
-def size(bytes: float) -> str:
-    """``512 MiB``, ``12.3 GiB``."""
-    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if bytes >= 1024**power:
-            return (
-                f"{bytes / 1024**power:.3g} {unit}"
-                if bytes < 1000 * 1024**power
-                else f"{bytes / 1024**power:.0f} {unit}"
-            )
-    return f"{bytes:.0f} B"
-
-
 class Console:
     """Prints to `stream` (standard output), and all of it without the live line to `log` once that is set.
 
