@@ -81,7 +81,6 @@ class Progress:
 
     def __init__(self, console: Console, total: int, done: int):
         self.console, self.total, self.first = console, total, done
-        self._began = time.perf_counter()
         self._printed = -math.inf
         self._steady: tuple[int, float] | None = None
 
@@ -129,12 +128,11 @@ class Progress:
             parts.append(f"data wait {100 * metrics['data_wait']:.0f} %")
         if metrics.get("skipped"):
             parts.append(f"{metrics['skipped']:.0f} skipped")
-        parts.append(f"{duration(self.left(step, now))} left")
+        if (left := self.left(step, now)) is not None:
+            parts.append(f"{duration(left)} left")
         return " · ".join(parts)
 
-    def left(self, step: int, now: float) -> float:
-        """Seconds to go, at the pace since the second logged step (the first one compiles)."""
+    def left(self, step: int, now: float) -> float | None:
+        """Seconds to go, at the pace since the first logged step (which compiles, and says nothing of it)."""
         since, began = self._steady or (step, now)
-        if step > since:
-            return (now - began) / (step - since) * (self.total - step)
-        return (now - self._began) / max(step - self.first, 1) * (self.total - step)
+        return (now - began) / (step - since) * (self.total - step) if step > since else None
