@@ -10,6 +10,8 @@ from vlaforge.data.readers.lerobot.features import Features
 from vlaforge.data.readers.lerobot.layouts import Entry, Layout
 from vlaforge.data.video import Expected, FrameIndex, VideoPool, build_index, choose_backend
 
+STRICT = "pyav"  # the one that tells a damaged picture from a whole one
+
 
 def check_videos(
     report: Report,
@@ -41,7 +43,7 @@ def check_videos(
         if frames == "none":
             continue
         if pool is None:
-            choice = choose_backend(backend, str(root / name))
+            choice = choose_backend(backend or STRICT, str(root / name))
             pool = VideoPool(choice.backend, float(layout.info["fps"]), capacity=4)
             report.looked.append(choice.note)
         held = Expected(index.count, index.count)  # what is there is decoded, whatever it should be
