@@ -68,7 +68,8 @@ class Flag:
 
     @property
     def is_bool(self) -> bool:
-        return self.type is bool
+        """A switch; with None as a third state it is unset until it is given."""
+        return self.type in (bool, bool | None)
 
     @property
     def values(self) -> str:
@@ -87,7 +88,7 @@ class Flag:
     @property
     def shown_default(self) -> str:
         if self.default is None or self.default == "":
-            return "none"
+            return "unset" if self.is_bool else "none"
         if self.is_bool:
             return "on" if self.default else "off"
         if isinstance(self.default, tuple):
@@ -182,7 +183,7 @@ def _take_flag(table: dict[str, Flag], token: str, rest: list[str], given: Given
     elif entry is None:
         raise unknown("flag", f"--{name}", [f"--{known}" for known in table])
     elif entry.is_bool:
-        value = parse_text(text, bool, f"--{name}") if equals else True
+        value = parse_text(text, entry.type, f"--{name}") if equals else True
     else:
         value = _value(entry, name, text if equals else None, rest)
     given.flags[entry.field] = value
@@ -225,14 +226,14 @@ def help_text(cls: type, intro: str, outro: str = "", width: int = 110) -> str:
 def _help_lines(entry: Flag, width: int) -> list[str]:
     names = ", ".join(f"--{name}" for name in (entry.name, *entry.aliases))
     head = f"  {names}" if entry.is_bool else f"  {names} {_metavar(entry)}"
-    if entry.is_bool and entry.default:
+    if entry.is_bool and entry.default is not False:
         head = f"  --[no-]{entry.name}"
     facts = []
     if entry.meta["choices"]:
         facts.append(f"one of {entry.values}")
     elif entry.bounds:
         facts.append(entry.bounds)
-    if not entry.is_bool or entry.default:
+    if entry.default is not False:
         facts.append(f"default: {entry.shown_default}")
     text = f"{entry.meta['help']} ({'; '.join(facts)})" if facts else entry.meta["help"]
     body = textwrap.wrap(text, width - 38)

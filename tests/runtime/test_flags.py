@@ -8,7 +8,7 @@ import pytest
 
 from vlaforge.data.errors import UserError
 from vlaforge.runtime.args import TrainingArgs, profile_range
-from vlaforge.runtime.flags import flags_of, help_text, parse
+from vlaforge.runtime.flags import flags_of, group, help_text, parse
 
 FLAGS = {entry.field: entry for entry in flags_of(TrainingArgs)}
 
@@ -122,3 +122,16 @@ def test_help_shows_every_flag_with_its_default_and_fits_the_width():
 
 def test_profile_range():
     assert profile_range("10:12") == (10, 12)
+
+
+def test_a_switch_may_be_unset():
+    @dataclasses.dataclass(frozen=True)
+    class Args:
+        wide: bool | None = group("Group")(None, "Whether it is wide")
+
+    entry = flags_of(Args)[0]
+    assert entry.is_bool and entry.shown_default == "unset"
+    assert [parse(Args, argv).flags for argv in (["--wide"], ["--no-wide"], ["--wide=none"], [])] == [
+        {"wide": True}, {"wide": False}, {"wide": None}, {},
+    ]  # fmt: skip
+    assert "--[no-]wide" in help_text(Args, "usage")
