@@ -1,12 +1,12 @@
 """Features computed ahead of training (video latents, encoded prompts): checked each time they are used.
 
-    folder/manifest.json           what it is: dataset fingerprint, every setting that decides the content, file hashes
+    folder/manifest.json           what it is: its dataset, every setting that decides the content, file hashes
     folder/rows-00000.safetensors  ``row`` int64 [n] and, by field, [n, ...]: one entry a sample of the dataset
     folder/texts.safetensors       by field [P, L, D], and ``mask`` bool [P, L]: one entry a distinct prompt
 
 `cache_writer` makes it, with the manifest last, so a folder without one is unfinished. A cache that was made from
-another dataset, with other
-settings or other weights is an error that names the difference: stale features train a model silently wrong.
+another dataset, with other settings or with other weights is an error that names the difference: stale features train
+a model silently wrong.
 
 Axes: P prompts, L tokens, D width.
 """
@@ -26,8 +26,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vlaforge.data.dataset import Dataset
+from vlaforge.data.dataset import Dataset, Episode
 from vlaforge.data.errors import UserError
+from vlaforge.data.schema import ACTION, STATE
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -67,6 +68,31 @@ def sampled_hash(path: Path, piece: int = 1 << 20) -> str:
     return digest.hexdigest()
 
 
+def dataset_identity(dataset: Dataset) -> dict[str, Any]:
+    """What ties a cache to its dataset: the files' names and sizes, and each episode's rows."""
+    episodes = {str(episode.index): episode_digest(dataset, episode) for episode in dataset.episodes}
+    return {"files": files_digest(dataset.info.path), "episodes": episodes}
+
+
+def files_digest(path: Path) -> str:
+    """Hash of the names and sizes of all files under `path`."""
+    digest = hashlib.blake2b(digest_size=16)
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    for file in files:
+        size = file.stat().st_size if file.exists() else 0
+        digest.update(f"{file.relative_to(path)}:{size};".encode())
+    return digest.hexdigest()
+
+
+def episode_digest(dataset: Dataset, episode: Episode) -> str:
+    """Hash of an episode's place, tasks, actions and states."""
+    digest = hashlib.blake2b(f"{episode.start}/{episode.length}/{episode.tasks}".encode(), digest_size=8)
+    for key, dim in ((ACTION, dataset.info.action_dim), (STATE, dataset.info.state_dim)):
+        if dim:
+            digest.update(np.ascontiguousarray(dataset.column(key, episode)))
+    return digest.hexdigest()
+
+
 def difference(stored: Any, wanted: Any, path: str = "") -> str | None:
     """Where two JSON trees differ, as text; None when they agree. None on either side agrees with anything."""
     if stored is None or wanted is None:
@@ -103,7 +129,8 @@ class FeatureCache:
                 raise UserError(
                     f"Cache '{self.folder}' holds no '{name}' (it holds {sorted(self.manifest['identity'])})."
                 )
-            if found := difference(self.manifest["identity"][name], spec.identity[name]):
+            wanted = json.loads(json.dumps(spec.identity[name]))  # tuples become lists, as in the manifest
+            if found := difference(self.manifest["identity"][name], wanted):
                 raise UserError(
                     f"Cache '{self.folder}' was made with other settings for '{name}': {found}. Make it again with "
                     f"`forge-data precompute`, or set what it was made with."
@@ -136,21 +163,14 @@ class FeatureCache:
         self._rows, self._shard, self._place = rows[order], shard[order], place[order]
 
     def bind(self, dataset: Dataset) -> None:
-        """UserError unless the cache was made from `dataset` and holds every row that it visits."""
-        stored, found = self.manifest["dataset"], dataset.fingerprint()
-        if stored["fingerprint"] != found:
-            raise UserError(
-                f"Cache '{self.folder}' was made from '{stored['path']}' with fingerprint {stored['fingerprint']}, but "
-                f"the dataset '{dataset.info.path}' has {found}: its files or columns differ. Make the cache again."
-            )
-        if not any(name in self.spec.rows for name in self.fields):
-            return
+        """UserError unless the cache was made from `dataset` and holds every episode that it visits."""
+        stored, source = self.manifest["dataset"], f"Cache '{self.folder}' was made from '{self.manifest['path']}'"
+        if stored["files"] != files_digest(dataset.info.path):
+            raise UserError(f"{source}, whose files are not those of '{dataset.info.path}': make the cache again.")
         for episode in dataset.episodes:
-            first, last = np.searchsorted(self._rows, [episode.start, episode.start + episode.length])
-            if last - first != episode.length:
-                raise UserError(
-                    f"Cache '{self.folder}' lacks rows of episode {episode.index}: make it for all episodes."
-                )
+            if stored["episodes"].get(str(episode.index)) != episode_digest(dataset, episode):
+                what = "holds other rows now" if str(episode.index) in stored["episodes"] else "is not in it"
+                raise UserError(f"{source}; episode {episode.index} {what}: make the cache again, for all episodes.")
 
     def row(self, name: str, row: int) -> np.ndarray:
         """The stored field of the sample with this row id, float32 (or bool). KeyError when it is not there."""

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
-from vlaforge.data.cache import FORMAT, MANIFEST, MASK, ROW, TEXTS, CacheSpec, sampled_hash
+from vlaforge.data.cache import FORMAT, MANIFEST, MASK, ROW, TEXTS, CacheSpec, dataset_identity, sampled_hash
 from vlaforge.data.dataset import Dataset
 from vlaforge.data.errors import UserError
 
@@ -49,7 +49,8 @@ class CacheWriter:
             raise UserError(f"The cache '{self.folder}' would lie inside the dataset: give a folder outside '{data}'.")
         self.header = {
             "format": FORMAT,
-            "dataset": {"path": str(dataset.info.path), "fingerprint": dataset.fingerprint()},
+            "path": str(dataset.info.path),
+            "dataset": dataset_identity(dataset),
             "identity": {name: spec.identity[name] for name in self.fields},
         }
         self.made_with = dict(made_with or {})
@@ -124,12 +125,18 @@ class CacheWriter:
 
     def _save(self, name: str, tensors: dict[str, Tensor]) -> None:
         path = self.folder / name
-        save_file(tensors, path.with_suffix(".tmp"))
-        with path.with_suffix(".tmp").open("rb") as file:
+        content = save(tensors)
+        with path.with_suffix(".tmp").open("wb") as file:
+            file.write(content)
+            file.flush()
             os.fsync(file.fileno())
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         path.with_suffix(".tmp").replace(path)
-        entry = {"name": name, "bytes": path.stat().st_size, "sha256": sha256, "sample_sha256": sampled_hash(path)}
+        entry = {
+            "name": name,
+            "bytes": path.stat().st_size,
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "sample_sha256": sampled_hash(path),
+        }
         self._files = [*(e for e in self._files if e["name"] != name), entry]
 
     def _note(self) -> None:

@@ -150,8 +150,8 @@ class Golden(Base):
             yield Quantity(f"{prefix}act.{name}", details[name], "output", inside=True)
 
     def _mask(self, variant: str) -> Tensor:
-        """Dense, in the official order [noisy video | conditioning video (idm) | actions], where both copies of the video
-        have their own first frame; ours is shared, and is seen by whom each of the two is seen."""
+        """Dense, in the official order [noisy video | conditioning video (idm) | actions], where both copies of the
+        video have their own first frame; ours is shared, and is seen by whom each of the two is seen."""
         config = replace(self.config, variant=variant)
         frames, n = config.latent_size[0], config.frame_tokens
         copies = [frame_segments(frames, n, "noisy")]

@@ -7,7 +7,9 @@ Axes: V cameras, T video frames, H action steps, A action dimensions of the mode
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -56,6 +58,17 @@ class Processing:
         self.official_text = self._official_text()
         if self.reads_cache:
             self.caches = open_caches(data_config.cache, self.cache_spec(), self._cached_fields())
+
+    @staticmethod
+    def encoding_configs(model: ModelConfig, data: DataConfig) -> tuple[ModelConfig, DataConfig]:
+        """The configurations with which a batch holds what the encoders read."""
+        return replace(model, video_source="pixels", text_source="tokens"), replace(data, cache="", text_cache="")
+
+    @staticmethod
+    def cache_words(folder: Path, fields: Iterable[str]) -> str:
+        """What to add to a command line to train from a cache."""
+        words = {"latents": "model.video_source=latents", "context": "model.text_source=context"}
+        return " ".join([*(words[name] for name in fields if name in words), f"data.cache={folder}"])
 
     @staticmethod
     def tokenizer_needed(model_config: ModelConfig) -> bool:

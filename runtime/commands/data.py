@@ -4,6 +4,7 @@
     forge-data check PATH                           every defect with its file and episode; exit code 1 if there are any
     forge-data stats PATH --output stats.json       mean, std, min, max and true quantiles
     forge-data convert PATH NEW --to v3.0           LeRobot v2.0 → v2.1 → v3.0, HDF5 → v3.0, into a new folder
+    forge-data precompute --model NAME ...          frozen encoders' work as a cache (precompute --help)
 
 Exit codes: 0 done, 1 defects found, 2 something given cannot be used, 130 interrupted.
 """
@@ -40,9 +41,13 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (default: the process's) and returns the exit code."""
-    parser = _parser()
+    parser, words = _parser(), list(sys.argv[1:] if argv is None else argv)
     try:
-        args, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+        if words[:1] == ["precompute"]:  # it takes forge-run's flags, so its words are parsed there
+            from vlaforge.runtime.precompute import main as precompute
+
+            return precompute(words[1:])
+        args, rest = parser.parse_known_args(words)
         if rest:
             raise unknown("argument", rest[0], args.options)
         return args.run(args)
