@@ -89,7 +89,8 @@ class StageTimer:
         self._marks: list[tuple[str, Any, Any]] = []
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
-        return self._stage(name) if self.armed else nullcontext()
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self._stage(name) if self.armed and not capturing else nullcontext()
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:

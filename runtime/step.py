@@ -71,6 +71,9 @@ class Step:
         self.timer = timer
         device = optimizer.device
         self.iteration = torch.zeros((), dtype=torch.int64, device=device)
+        self.own_loss = torch.zeros((), device=device)
+        """Mean over this rank's own samples in the last step."""
+        self._own_counts: dict[str, Tensor] = {}
         self.base_G = torch.tensor([g.lr for g in optimizer.groups], dtype=torch.float64, device=device)
         self.floor_G = torch.tensor([g.floor for g in optimizer.groups], dtype=torch.float64, device=device)
 
@@ -97,7 +100,8 @@ class Step:
             for name, count in self.objective.counts(self.bare, minibatch).items():
                 totals[name] = totals[name] + count if name in totals else count
         names = sorted(totals)
-        summed = self.ranks.sum(torch.stack([totals[name].to(torch.float32) for name in names]))
+        self._own_counts = {name: totals[name].to(torch.float32) for name in names}
+        summed = self.ranks.sum(torch.stack([self._own_counts[name] for name in names]))
         return dict(zip(names, summed.unbind()))
 
     def _forward_backward(
@@ -117,6 +121,8 @@ class Step:
                 part = term.weight * term.sum.detach().to(torch.float32) / counts[name].clamp_min(1e-6)
                 parts[name] = parts[name] + part if name in parts else part
         names = sorted(parts)
+        own = [parts[name] * counts[name] / self._own_counts[name].clamp_min(1e-6) for name in names]
+        self.own_loss = torch.stack(own).sum()
         terms = dict(zip(names, self.ranks.sum(torch.stack([parts[name] for name in names])).unbind()))
         return torch.stack(list(terms.values())).sum(), terms
 
