@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from vlaforge.data.check.columns import (
     check_constant,
@@ -24,8 +23,9 @@ from vlaforge.data.check.findings import Report, brief
 from vlaforge.data.check.video import check_videos
 from vlaforge.data.errors import UserError
 from vlaforge.data.readers.lerobot.features import Features, dimension_names, parse_features
+from vlaforge.data.readers.lerobot.files import read_schema, read_table
 from vlaforge.data.readers.lerobot.images import PictureStore
-from vlaforge.data.readers.lerobot.layouts import Entry, Layout, open_layout, read_table
+from vlaforge.data.readers.lerobot.layouts import Entry, Layout, open_layout
 from vlaforge.data.readers.lerobot.rows import place_of, to_numpy
 from vlaforge.data.schema import ACTION, STATE
 
@@ -53,7 +53,7 @@ def check_lerobot(report: Report, path: Path, version: str | None, backend: str 
     except UserError as error:
         if not (path / "meta").is_dir():
             raise
-        report.add("files", str(error))
+        report.add("files", str(error).removesuffix("."), "meta")
         return
     report.looked += [f"LeRobot {layout.version}", f"{len(entries)} episodes", f"{len(video_keys)} videos each"]
     _check_table(report, layout, entries, tasks)
@@ -110,7 +110,9 @@ def _check_files(
         by_file.setdefault(entry.data, []).append(entry)
     for name, members in by_file.items():
         try:
-            table = read_table(layout.root / name, _plain(layout, name, features))
+            names = read_schema(layout.root / name).names
+            plain = [key for key in names if key not in features.camera_keys.values()]
+            table = read_table(layout.root / name, plain)
         except UserError as error:
             for entry in members:
                 report.add("files", str(error), name, entry.index)
@@ -126,15 +128,6 @@ def _check_files(
     for stray in sorted(_stored(layout.root, "data", ".parquet") - set(by_file)):
         report.add("files", "is not used by any episode", stray, warning=True)
     return seen
-
-
-def _plain(layout: Layout, name: str, features: Features) -> list[str] | None:
-    """The columns that hold no pictures."""
-    try:
-        names = pq.read_schema(layout.root / name).names
-    except (OSError, pa.ArrowException):
-        return None  # reading it says what is wrong
-    return [key for key in names if key not in features.camera_keys.values()]
 
 
 def _columns(report: Report, features: Features, table: pa.Table, name: str) -> dict[str, np.ndarray]:

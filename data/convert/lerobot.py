@@ -14,7 +14,8 @@ import pyarrow as pa
 from vlaforge.data.convert.summary import Pixels, of_rows, plain, sampled
 from vlaforge.data.convert.writer import Limits, NewEpisode, V30Writer, write_json
 from vlaforge.data.errors import UserError
-from vlaforge.data.readers.lerobot.layouts import Entry, read_table
+from vlaforge.data.readers.lerobot.files import read_table
+from vlaforge.data.readers.lerobot.layouts import Entry
 from vlaforge.data.readers.lerobot.reader import LeRobotReader
 from vlaforge.data.readers.lerobot.rows import to_numpy
 from vlaforge.data.schema import IMAGES, DataNeeds

@@ -61,7 +61,7 @@ def picture(frames: h5py.Dataset, row: int, where: str) -> np.ndarray:
     """
     try:
         cell = frames[row]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, IndexError) as error:
         raise DecodeError(f"Cannot read the picture of {where}: {error}") from error
     if frames.ndim >= 3:
         return as_rgb(cell, "hwc" if cell.shape[-1] in (1, 3, 4) else "chw", where)

@@ -8,7 +8,6 @@ number.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from vlaforge.data.errors import UserError
+from vlaforge.data.readers.lerobot.files import read_json, read_lines, read_table
 from vlaforge.data.video import Expected
 
 CHECK = "run `forge-data check` on it for the whole list"
@@ -258,41 +257,3 @@ def open_layout(root: Path, version: str | None = None) -> Layout:
         seems = f"; the files that are there look like {like}" if like and like != found else ""
         raise UserError(f"{root} (LeRobot {found} by its info.json) lacks {', '.join(missing)}{seems}.")
     return layout
-
-
-def read_json(path: Path) -> Any | None:
-    """The content of a JSON file, None when there is no such file. UserError when it is not JSON."""
-    if not path.is_file():
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}.") from None
-
-
-def read_lines(path: Path, required: tuple[str, ...]) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file, each with the keys `required`. UserError names file and line."""
-    lines = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not text.strip():
-            continue
-        try:
-            line = json.loads(text)
-            lacking = [key for key in required if key not in line]
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{path}, line {number}, is not valid JSON: {error}.") from None
-        if lacking:
-            raise UserError(f"{path}, line {number}, lacks {', '.join(lacking)}.")
-        lines.append(line)
-    return lines
-
-
-def read_table(path: Path, columns: list[str] | None = None) -> pa.Table:
-    """A parquet file. UserError when it is missing or damaged."""
-    try:
-        # As a stream of one file: a folder named like key=value must not be taken for a partition column.
-        return pq.ParquetFile(path).read(columns=columns, use_threads=False)
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing.") from None
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path} cannot be read as parquet: {str(error).splitlines()[0]}") from None

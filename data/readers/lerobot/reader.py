@@ -6,7 +6,6 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from vlaforge.data.errors import UserError, nearest, unknown
 from vlaforge.data.readers.lerobot.features import dimension_names, parse_features
 from vlaforge.data.readers.lerobot.images import PictureStore
 from vlaforge.data.readers.lerobot.layouts import CHECK, Entry, open_layout
+from vlaforge.data.readers.lerobot.opening import by_number, check_files, check_finite, check_overlaps
 from vlaforge.data.readers.lerobot.rows import Rows
 from vlaforge.data.readers.lerobot.stored import merge_episodes, per_channel
 from vlaforge.data.readers.selection import select
@@ -48,12 +48,12 @@ class LeRobotReader(Dataset):
         info = self.layout.info
         self.features = parse_features(info["features"], image_layout)
         entries = self.layout.entries(self._video_keys())
-        _check_videos(path, entries)
-        by_index = {entry.index: entry for entry in entries}
+        by_index = by_number(path, entries)
+        check_overlaps(path, entries)
         chosen = select(list(by_index), episodes, split, info.get("splits") or {})
         self.entries = [by_index[index] for index in chosen]
         self.episodes = [Episode(e.index, e.length, e.start, e.tasks, e.extra) for e in self.entries]
-        self._check_files()
+        check_files(path, self.entries)
         self.rows = Rows(path, self.entries)
         self._keys = {ACTION: _columns(action_key), STATE: _columns(state_key)}
         self._load()
@@ -71,23 +71,6 @@ class LeRobotReader(Dataset):
         cameras = self.features.cameras
         return [key for name, key in self.features.camera_keys.items() if cameras[name].kind == "video"]
 
-    def _check_files(self) -> None:
-        """Every parquet and video of the chosen episodes exists; UserError names those that do not."""
-        wanted = {entry.data for entry in self.entries}
-        wanted |= {part.path for entry in self.entries for part in entry.videos.values()}
-        listed: dict[str, set[str]] = {}
-        missing = []
-        for name in sorted(wanted):
-            folder, file = os.path.split(name)
-            if folder not in listed:
-                where = self.root / folder
-                listed[folder] = set(os.listdir(where)) if where.is_dir() else set()
-            if file not in listed[folder]:
-                missing.append(name)
-        if missing:
-            more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-            raise UserError(f"{self.root} lacks {', '.join(missing[:5])}{more}, which its metadata names.")
-
     def _load(self) -> None:
         """Reads the columns that samples need, all in one pass."""
         names = self.rows.schema.names
@@ -103,7 +86,7 @@ class LeRobotReader(Dataset):
         self.rows.load(list(dict.fromkeys(wanted)))
         self._values = {what: self._joined(what) for what in self._keys if self._keys[what]}
         for what, values in self._values.items():
-            self._check_finite(what, values)
+            check_finite(self.root, what, values, self.entries, self.rows.offsets)
         if ACTION not in self._values and (close := nearest(ACTION, names)):
             raise UserError(
                 f"{self.root} has no column 'action': name the right one, such as data.action_key={close[0]}."
@@ -117,16 +100,6 @@ class LeRobotReader(Dataset):
             raise UserError(f"{self.root}: column '{texts[0]}' holds text or gaps, and cannot be the {what}.")
         parts = [part.reshape(len(part), -1).astype(np.float32, copy=False) for part in parts]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
-
-    def _check_finite(self, what: str, values: np.ndarray) -> None:
-        bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
-        if len(bad):
-            number = int(np.searchsorted(self.rows.offsets, bad[0], side="right")) - 1
-            entry, frame = self.entries[number], int(bad[0]) - self.rows.offsets[number]
-            raise UserError(
-                f"{self.root / entry.data}: the {what} of episode {entry.index} is NaN or infinite at frame {frame} "
-                f"({len(bad)} rows in all): leave the episode out with --episodes, or repair it; {CHECK}."
-            )
 
     def _task_texts(self) -> np.ndarray | None:
         """Object [rows], the text of each row where a language column gives it; None: by task number."""
@@ -317,19 +290,3 @@ def _side_by_side(parts: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
         name: np.concatenate([np.asarray(part[name], np.float64).reshape(-1) for part in parts]) for name in names
     }
     return joined | ({"count": np.asarray(parts[0]["count"])} if "count" in names else {})
-
-
-def _check_videos(root: Path, entries: Sequence[Entry]) -> None:
-    """Episodes that share a video must not share frames of it. UserError names the two."""
-    by_file: dict[str, list[tuple[int, int, int]]] = {}
-    for entry in entries:
-        for part in entry.videos.values():
-            by_file.setdefault(part.path, []).append((part.start, entry.length, entry.index))
-    for path, parts in by_file.items():
-        parts.sort()
-        for (start, length, index), (following, _, other) in pairwise(parts):
-            if start + length > following:
-                raise UserError(
-                    f"{root}: in {path} episode {index} takes frames {start} to {start + length - 1}, but "
-                    f"episode {other} starts at {following}: the metadata is wrong; {CHECK}."
-                )

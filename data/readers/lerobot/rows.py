@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from vlaforge.data.errors import UserError, unknown
-from vlaforge.data.readers.lerobot.layouts import CHECK, Entry, read_table
+from vlaforge.data.readers.lerobot.files import read_schema, read_table
+from vlaforge.data.readers.lerobot.layouts import CHECK, Entry
 
 _READERS = 8  # threads that read files; on network disks the wait is the cost
 
@@ -31,7 +31,7 @@ class Rows:
         self._files: dict[str, list[int]] = {}
         for number, entry in enumerate(entries):
             self._files.setdefault(entry.data, []).append(number)
-        self.schema = self._first_schema()
+        self.schema = read_schema(root / next(iter(self._files)))
         self._columns: dict[str, np.ndarray] = {}
         self.places: list[slice | np.ndarray] = [slice(0)] * len(entries)
         """For each entry, its rows in its file."""
@@ -71,15 +71,6 @@ class Rows:
         with ThreadPoolExecutor(min(_READERS, len(self._files))) as threads:
             for _ in threads.map(lambda item: work(*item), self._files.items()):
                 pass
-
-    def _first_schema(self) -> pa.Schema:
-        path = self.root / next(iter(self._files))
-        try:
-            return pq.read_schema(path)
-        except FileNotFoundError:
-            raise UserError(f"{path} is missing.") from None
-        except (pa.ArrowException, OSError) as error:
-            raise UserError(f"{path} cannot be read as parquet: {str(error).splitlines()[0]}") from None
 
     def _locate(self, path: str, numbers: list[int]) -> None:
         keys = [key for key in ("episode_index", "frame_index") if key in self.schema.names]

@@ -1,0 +1,73 @@
+"""What is checked when a dataset is opened: faults that would make a reader return something else than is asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from vlaforge.data.errors import UserError
+from vlaforge.data.readers.lerobot.layouts import CHECK, Entry
+
+
+def by_number(root: Path, entries: Sequence[Entry]) -> dict[int, Entry]:
+    """The episodes by their numbers. UserError when one is listed twice."""
+    found: dict[int, Entry] = {}
+    for entry in entries:
+        if entry.index in found:
+            raise UserError(f"{root}: episode {entry.index} is listed twice in the metadata; {CHECK}.")
+        found[entry.index] = entry
+    return found
+
+
+def check_overlaps(root: Path, entries: Sequence[Entry]) -> None:
+    """Episodes must not share rows of the dataset, nor frames of a video. UserError names the two."""
+    spans: dict[str, list[tuple[int, int, int]]] = {"": [(e.start, e.length, e.index) for e in entries]}
+    for entry in entries:
+        for part in entry.videos.values():
+            spans.setdefault(part.path, []).append((part.start, entry.length, entry.index))
+    for path, parts in spans.items():
+        parts.sort()
+        for (start, length, index), (following, _, other) in pairwise(parts):
+            if start + length > following:
+                what = (
+                    f"frames {start} to {start + length - 1} of {path}"
+                    if path
+                    else f"rows {start} to {start + length - 1}"
+                )
+                raise UserError(
+                    f"{root}: episode {index} takes {what}, but episode {other} starts at {following}: "
+                    f"the metadata is wrong; {CHECK}."
+                )
+
+
+def check_files(root: Path, entries: Sequence[Entry]) -> None:
+    """Every parquet and video of the episodes exists; UserError names those that do not."""
+    wanted = {entry.data for entry in entries} | {part.path for entry in entries for part in entry.videos.values()}
+    listed: dict[str, set[str]] = {}
+    missing = []
+    for name in sorted(wanted):
+        folder, file = os.path.split(name)
+        if folder not in listed:
+            where = root / folder
+            listed[folder] = set(os.listdir(where)) if where.is_dir() else set()
+        if file not in listed[folder]:
+            missing.append(name)
+    if missing:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise UserError(f"{root} lacks {', '.join(missing[:5])}{more}, which its metadata names.")
+
+
+def check_finite(root: Path, what: str, values: np.ndarray, entries: Sequence[Entry], offsets: Sequence[int]) -> None:
+    """No NaN or infinity in `values` [rows, D], the rows of `entries` in turn. UserError names the first."""
+    bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
+    if len(bad):
+        number = int(np.searchsorted(offsets, bad[0], side="right")) - 1
+        entry, frame = entries[number], int(bad[0]) - offsets[number]
+        raise UserError(
+            f"{root / entry.data}: the {what} of episode {entry.index} is NaN or infinite at frame {frame} "
+            f"({len(bad)} rows in all): leave the episode out with --episodes, or repair it; {CHECK}."
+        )
