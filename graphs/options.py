@@ -31,7 +31,7 @@ class PlanOptions:
         batch_size: samples of one micro-batch on one device.
         accumulate: micro-batches of one optimiser step.
         world: number of devices.
-        strategy: how the model is wrapped: ``none`` | ``ddp`` | ``fsdp`` | ``hsdp``.
+        strategy: how the model is wrapped: ``none`` | ``ddp`` | ``zero1`` | ``fsdp`` | ``hsdp``.
         frozen: parameter names that do not train (resolved by the runtime from patterns).
         groups: parameter name → name of its optimiser group; parameters of different groups are not packed together.
         fp32_masters: keep fp32 master weights when the compute dtype is bf16.
@@ -48,7 +48,7 @@ class PlanOptions:
     batch_size: int = 1
     accumulate: int = 1
     world: int = 1
-    strategy: Literal["none", "ddp", "fsdp", "hsdp"] = "none"
+    strategy: Literal["none", "ddp", "zero1", "fsdp", "hsdp"] = "none"
     frozen: frozenset[str] = frozenset()
     groups: Mapping[str, str] = field(default_factory=dict)
     fp32_masters: bool = True
@@ -77,6 +77,11 @@ class PlanOptions:
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
+
+    @property
+    def sharded(self) -> bool:
+        """Whether weights are sharded between steps; then they keep their own storage."""
+        return self.strategy in ("zero1", "fsdp", "hsdp")
 
     @property
     def compiles(self) -> bool:

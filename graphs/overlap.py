@@ -16,18 +16,44 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from vlaforge.data.schema import Minibatch
+from vlaforge.data.schema import Batch, Minibatch
 from vlaforge.graphs.passes.base import Context
 from vlaforge.graphs.passes.freeze import frozen_names
-from vlaforge.models.base import EmbodiedModel
+
+
+class _Reading(Exception):
+    """A probe batch was read."""
+
+
+class _Probe(Batch):
+    """Holds nothing, and says when someone looks for a field in it."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise _Reading(name)
 
 
 def frozen_encoders(model: nn.Module, context: Context) -> list[str]:
-    """``["encode_frozen"]`` when the model declares a frozen start and has frozen parameters to run in it."""
-    declared = getattr(type(model), "encode_frozen", EmbodiedModel.encode_frozen) is not EmbodiedModel.encode_frozen
-    return ["encode_frozen"] if declared and frozen_names(model, context) else []
+    """``["encode_frozen"]`` when the model's frozen start does something, with what will be frozen; else nothing.
+
+    Sharded weights are left alone: outside of the wrapped forward nobody has gathered them.
+    """
+    encode = getattr(model, "encode_frozen", None)
+    if encode is None or context.options.sharded:
+        return []
+    frozen = frozen_names(model, context)
+    training = [p for name, p in model.named_parameters() if name in frozen and p.requires_grad]
+    probe = _Probe()
+    try:
+        for parameter in training:
+            parameter.requires_grad_(False)
+        return [] if encode(probe) is probe else ["encode_frozen"]
+    except _Reading:
+        return ["encode_frozen"]
+    finally:
+        for parameter in training:
+            parameter.requires_grad_(True)
 
 
 class Prefetcher:

@@ -29,7 +29,7 @@ class GraphBlocks(Pass):
             return shapes
         if "remat" in context.on:
             return Decision(False, "recompute inside a block cannot be captured (drop remat)")
-        if context.options.strategy in ("fsdp", "hsdp"):
+        if context.options.sharded:
             return Decision(False, "FSDP frees and refills the weights that a graph would point to")
         return Decision(True, "")
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from vlaforge.graphs.capture import CapturedStep
+from vlaforge.graphs.overlap import frozen_encoders
 from vlaforge.graphs.passes.base import Context, Decision, Pass, Site, StepParts, claim
 
 
@@ -34,10 +35,12 @@ class GraphStep(Pass):
         shapes = repeating(context)
         if not shapes.on:
             return shapes
-        if options.strategy in ("fsdp", "hsdp"):
+        if options.sharded:
             return Decision(False, "FSDP's gathers are not captured (`graph_blocks` neither): compile is what helps")
         if options.strategy == "ddp" and options.accumulate > 1:
             return Decision(False, "DDP switches its reduction between micro-batches, outside of a graph")
+        if frozen_encoders(model, context) and "overlap" not in context.on:
+            return Decision(False, "frozen encoders would run inside of the step: add `overlap`")
         micro = f", {options.accumulate} micro-batches" if options.accumulate > 1 else ""
         reduce = ", reduction" if options.strategy == "ddp" else ""
         return Decision(True, f"forward, backward{reduce}, clip and update{micro} in one graph a shape")

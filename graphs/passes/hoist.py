@@ -60,7 +60,7 @@ class Hoist(Pass):
         places = [module for module in model.modules() if type(module) is LayerConditions]
         if not places:
             return Decision(False, "no work that all layers share is left inside of them")
-        if context.options.strategy in ("fsdp", "hsdp"):
+        if context.options.sharded:
             return Decision(False, "one weight for all layers would not be sharded with them")
         layers = _norms_by_layer(model, places[0].count)
         if len(places) > 1 or layers is None:

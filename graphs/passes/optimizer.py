@@ -17,7 +17,7 @@ class Optimizer(Pass):
 
     def decide(self, model: nn.Module, context: Context) -> Decision:
         options = context.options
-        if options.strategy in ("fsdp", "hsdp"):
+        if options.sharded:
             return Decision(False, "sharded tensors update through torch's own fused kernels")
         kernel = "one multi-tensor kernel" if options.device_kind.cuda else "one compiled loop a tensor group"
         return Decision(True, f"clip, guard and AdamW in {kernel}")

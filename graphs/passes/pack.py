@@ -82,6 +82,8 @@ class Pack(Pass):
     def decide(self, model: nn.Module, context: Context) -> Decision:
         if context.options.adapters:
             return Decision(False, "adapters are attached to single projections")
+        if context.options.sharded:
+            return Decision(False, "sharded weights keep their own storage")
         return Decision(True, "")
 
     def sites(self, model: nn.Module, context: Context) -> list[Site]:

@@ -49,7 +49,7 @@ class Precision(Pass):
             return Decision(False, "fp32 was asked for (--dtype bf16 computes in bf16)")
         short = SHORT_DTYPE[options.dtype]
         reason = f"{short} compute, " + ("fp32 masters" if options.fp32_masters else f"{short} weights without masters")
-        if options.strategy in ("fsdp", "hsdp"):
+        if options.sharded:
             reason = f"{short} compute, fp32 shards are the masters"
         kept = kept_fp32(model)
         held = sum(1 for name, module in model.named_modules() if name in kept and module._parameters)
@@ -70,7 +70,7 @@ class Precision(Pass):
 
     def apply(self, target: nn.Module, sites: Sequence[Site], context: Context) -> None:
         options = context.options
-        shards = options.strategy in ("fsdp", "hsdp")
+        shards = options.sharded
         done: set[int] = set()
         for site in () if shards else sites:
             for parameter in target.get_submodule(site.path)._parameters.values():
