@@ -23,6 +23,7 @@ lower = group("Precision and lowering")
 log = group("Logging")
 held = group("Evaluation")
 trace = group("Profiler")
+ranks = group("Distributed")
 
 
 # fmt: off
@@ -47,6 +48,7 @@ class TrainingArgs:
     seed: int = basic(3047, "Seed of the initial weights, the sample order and all random inputs", low=0)
     output_dir: str = basic("outputs/default", "Folder for logs, checkpoints and the report", example="DIR")
     trainer_type: str = basic("FinetuneTrainer", "Step program: what is read and minimised", example="NAME")
+    trainer_options: str = basic("", "Settings of the step program", example="name=value,...")
     device: str = basic("auto", "Where to train: auto takes a GPU when there is one", example="auto|cpu|cuda")
 
     lr_base: float = rate(2.5e-5, "Learning rate after warm-up", above=0)
@@ -163,6 +165,44 @@ class TrainingArgs:
     profile_ranks: tuple[int, ...] = trace((0,), "Processes that profile", low=0)
     profile_output_dir: str | None = trace(None, "Folder of traces; none is profiler/ of --output-dir",
                                           example="DIR")
+
+    nproc: int = ranks(1, "Ranks to start on this machine, as torchrun does; 1 starts none", low=1)
+    max_restarts: int = ranks(0, "With --nproc, restarts after a failure; each resumes by itself", low=0)
+    distributed_timeout_minutes: float = ranks(10.0, "How long a rank waits for the others", above=0)
+    distributed_strategy: str = ranks("fsdp", "How several ranks share the work", choices=["ddp", "fsdp"])
+    zero_optimizer: bool = ranks(False, "With ddp: shard the optimiser's state (ZeRO-1)")
+    zero_parameters_as_bucket_view: bool = ranks(False, "With --zero-optimizer: weights live in the communication "
+                                                 "buffers; they always do here")
+    zero_master_param_dtype: str = ranks("none", "With --zero-optimizer: masters of low-precision weights, none or fp32; "
+                                         "unset, --master-weights decides", choices=["none", "fp32"])
+    hsdp_shard_size: int | None = ranks(None, "With fsdp: shard within groups of so many ranks, copy across them", low=1)
+    init_on_meta: bool = ranks(False, "Build the model without memory; each rank reads its own shards of the weights")
+    ddp_find_unused_parameters: bool | None = ranks(None, "Look for parameters without gradient in each step; unset, no: "
+                                                    "the model says which it has")
+    ddp_static_graph: bool | None = ranks(None, "The same parameters get gradients in each step; unset, yes unless "
+                                          "gradients are accumulated")
+    ddp_gradient_as_bucket_view: bool | None = ranks(None, "Gradients live in the communication buffers; unset, yes")
+    ddp_bucket_cap_mb: int | None = ranks(None, "Size of DDP's buckets in MB; unset, torch's", low=1)
+    ddp_broadcast_buffers: bool = ranks(False, "Send rank 0's buffers to all before each forward")
+    ddp_init_sync: bool = ranks(True, "Send rank 0's weights to all at the start")
+    ddp_comm_hook: str | None = ranks(None, "How DDP sends gradients",
+                                      choices=["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"])
+    fsdp_wrap_modules: tuple[str, ...] = ranks((), "Module classes that are sharding units; none is the model's blocks",
+                                               example="CLASS,...")
+    fsdp_no_wrap_modules: tuple[str, ...] = ranks((), "Module classes that are no sharding units", example="CLASS,...")
+    fsdp_min_num_params: int = ranks(1_000_000, "Least parameters of a block that is a unit", low=0)
+    fsdp_leftover_min_num_params: int = ranks(1_000_000, "Least parameters of another layer that is a unit; 0 none", low=0)
+    fsdp_reshard_default: str | None = ranks(None, "Drop gathered weights after the forward", example="true|false|none|N")
+    fsdp_reshard_root: str = ranks("false", "The same for what is in no unit", example="true|false|none|N")
+    fsdp_reshard_module_overrides: str | None = ranks(None, "The same by module class", example="CLASS=true,...")
+    fsdp_forward_prefetch_distance: int = ranks(0, "Units gathered ahead in the forward; 0 leaves it to torch", low=0)
+    fsdp_backward_prefetch_distance: int = ranks(0, "Units gathered ahead in the backward; 0 leaves it to torch", low=0)
+    fsdp_original_param_dtype: str | None = ranks(None, "Precision of the shards; unset, the plan's",
+                                                  choices=["fp32", "bf16", "fp16"])
+    fsdp_unsharded_param_dtype: str | None = ranks(None, "Precision of gathered weights; unset, the shards'",
+                                                   choices=["fp32", "bf16", "fp16"])
+    fsdp_reduce_dtype: str = ranks("fp32", "Precision in which gradients are summed", choices=["fp32", "bf16", "fp16"])
+    fsdp_cast_forward_inputs: bool = ranks(True, "Cast a unit's inputs to the precision of its gathered weights")
 
     def __post_init__(self) -> None:
         check_values(self)

@@ -65,6 +65,7 @@ def build_model(setup: Setup, found: Path | None, note: Callable[[str], None]) -
     elif args.pretrained_checkpoint is not None:
         account = load_pretrained(model, family, args.pretrained_checkpoint, split_names(args.new_modules))
         note(f"Weights from {args.pretrained_checkpoint}\n  {account.text()}")
+    program(args.trainer_type).prepare(model, setup)
     return model.to(setup.device)
 
 

@@ -26,6 +26,7 @@ from vlaforge.data.errors import UserError, unknown
 from vlaforge.data.loader import Loader, build_loader
 from vlaforge.data.schema import Contract, Minibatch
 from vlaforge.models.base import Losses
+from vlaforge.runtime.args import TrainingArgs
 from vlaforge.runtime.ranks import Ranks
 from vlaforge.runtime.setup import Setup
 
@@ -34,6 +35,9 @@ ENTRY_POINTS = "vlaforge.trainers"
 
 class FinetuneTrainer:
     """One data stream and the model's own loss: supervised fine-tuning."""
+
+    def prepare(self, model: nn.Module, setup: Setup) -> None:
+        """Changes the bare model, with its weights loaded, before anything is frozen, lowered or wrapped."""
 
     def loader(self, setup: Setup, contract: Contract, ranks: Ranks) -> Any:
         """The endless loader of this rank's micro-batches (see `vlaforge.data.loader.Loader`).
@@ -80,6 +84,19 @@ def stream(setup: Setup, contract: Contract, ranks: Ranks, **changes: Any) -> Lo
         "seed_workers": args.dataloader_seed_workers or args.deterministic_mode,
     }
     return build_loader(**{**options, **changes})
+
+
+def options(args: TrainingArgs, known: Mapping[str, str | None]) -> dict[str, str | None]:
+    """``--trainer-options a=1,b=x`` over the defaults in `known`. UserError for another name or form."""
+    found = dict(known)
+    for part in filter(None, (args.trainer_options or "").split(",")):
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise UserError(f"--trainer-options: '{part}' must read name=value.")
+        if name.strip() not in known:
+            raise unknown("trainer option", name.strip(), known)
+        found[name.strip()] = value.strip()
+    return found
 
 
 class Interleaved:
