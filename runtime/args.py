@@ -173,11 +173,12 @@ class TrainingArgs:
     zero_optimizer: bool = ranks(False, "With ddp: shard the optimiser's state (ZeRO-1)")
     zero_parameters_as_bucket_view: bool = ranks(False, "With --zero-optimizer: weights live in the communication "
                                                  "buffers; they always do here")
-    zero_master_param_dtype: str = ranks("none", "With --zero-optimizer: masters of low-precision weights, none or fp32; "
+    zero_master_param_dtype: str = ranks("none", "With --zero-optimizer: masters of low-precision weights; "
                                          "unset, --master-weights decides", choices=["none", "fp32"])
-    hsdp_shard_size: int | None = ranks(None, "With fsdp: shard within groups of so many ranks, copy across them", low=1)
+    hsdp_shard_size: int | None = ranks(None, "With fsdp: shard within groups of so many ranks, copy across",
+                                        low=1)
     init_on_meta: bool = ranks(False, "Build the model without memory; each rank reads its own shards of the weights")
-    ddp_find_unused_parameters: bool | None = ranks(None, "Look for parameters without gradient in each step; unset, no: "
+    ddp_find_unused_parameters: bool | None = ranks(None, "Look for parameters without gradient each step; unset, no: "
                                                     "the model says which it has")
     ddp_static_graph: bool | None = ranks(None, "The same parameters get gradients in each step; unset, yes unless "
                                           "gradients are accumulated")

@@ -34,12 +34,21 @@ def held_out_loss(setup: Setup, parts: Parts, ranks: Ranks) -> dict[str, float]:
     sums: dict[str, Tensor] = {}
     try:
         with torch.compiler.set_stance("force_eager"), loader:
-            for minibatch in islice(to_device(loader, setup.device), MAX_BATCHES):
+            for minibatch in islice(to_device(loader, setup.device), _batches(setup, ranks)):
                 for name, term in parts.program.losses(parts.wrapped, minibatch).terms.items():
                     pair = torch.stack([term.weight * term.sum.float(), term.count.float()])
                     sums[name] = sums[name] + pair if name in sums else pair
     finally:
         parts.model.train(was_training)
+    if not sums:
+        return {}
     names = sorted(sums)
     total = ranks.sum(torch.stack([sums[name] for name in names]))
     return {"eval_loss": float((total[:, 0] / total[:, 1].clamp_min(1e-6)).sum())}
+
+
+def _batches(setup: Setup, ranks: Ranks) -> int:
+    """How many micro-batches every rank gets: the last short one counts if it has a sample for each."""
+    together = setup.args.per_device_batch_size * ranks.world
+    full, rest = divmod(len(setup.held_out), together)
+    return min(MAX_BATCHES, full + (rest >= ranks.world))

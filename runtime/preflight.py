@@ -27,6 +27,7 @@ from vlaforge.runtime.args import TrainingArgs
 from vlaforge.runtime.checkpoint.store import Checkpoints
 from vlaforge.runtime.config import Resolved
 from vlaforge.runtime.setup import Setup, build_setup
+from vlaforge.runtime.wrap import strategy_of
 
 Passed = Callable[[str, str], None]
 """Told of each check that held: its name, and what was found."""
@@ -163,6 +164,7 @@ def _check_own(found: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Siz
 
 def plan_options(args: TrainingArgs, device: torch.device) -> PlanOptions:
     """What the plan and the memory estimate need to know of the flags."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
     kind = args.device_kind or ("cpu" if device.type == "cpu" else "auto")
     return PlanOptions(
         dtype=args.dtype,
@@ -173,6 +175,8 @@ def plan_options(args: TrainingArgs, device: torch.device) -> PlanOptions:
         with_=args.with_passes,
         without=args.without_passes,
         fuel=args.fuel,
+        world=world,
+        strategy=strategy_of(args, world),
     )
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -50,6 +50,21 @@ class Ranks:
     def wrap(self, model: nn.Module, plan: Any) -> nn.Module:
         """The lowered `model` in the wrapper that the plan's strategy names (DDP, FSDP)."""
         return model
+
+    def gathered(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Whole weights on this process inside the block, for what calls parts of the model; all ranks enter it."""
+        return nullcontext()
+
+    def tell(self, step: int) -> None:
+        """Notes the step that this rank is in, for the others to know when one stalls."""
+
+    def collected(self, groups: Mapping[str, Mapping[str, Tensor]]) -> Mapping[str, Mapping[str, Tensor]]:
+        """A checkpoint's tensors as whole ones; all ranks call it, the leading one gets them."""
+        return groups
+
+    def notes(self, parts: Any) -> list[str]:
+        """Sentences for the log on how the work is shared."""
+        return []
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is set on any rank."""

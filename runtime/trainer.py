@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from vlaforge.data.schema import Minibatch
 from vlaforge.runtime.assemble import Parts, assemble, build_groups_of, build_model, build_plan, to_device
 from vlaforge.runtime.checkpoint import files, rehearsal
 from vlaforge.runtime.checkpoint.state import capture, restore
-from vlaforge.runtime.checkpoint.store import Checkpoints, reason
+from vlaforge.runtime.checkpoint.store import Checkpoints, Content, reason
 from vlaforge.runtime.evaluate import held_out_loss
 from vlaforge.runtime.hooks import Hooks
 from vlaforge.runtime.meter import Meter, StageTimer
@@ -82,7 +83,8 @@ class Trainer:
     def train(self) -> None:
         """Runs to the end, or to a signal. Raises UserError for faults that a person can mend."""
         with ExitStack() as stack:
-            stack.enter_context(locked(self.folder))
+            if self.ranks.leads:
+                stack.enter_context(locked(self.folder))
             stack.enter_context(self.signal.watch())
             garbage = stack.enter_context(Garbage(self.args.manual_gc, self.args.manual_gc_interval).held())
             self._build()
@@ -102,7 +104,8 @@ class Trainer:
     def _build(self) -> None:
         for note in prepare(self.args, self.ranks.rank):
             self.hooks.note(note)
-        self.store.sweep()
+        if self.ranks.leads:
+            self.store.sweep()
         found = self._found()
         self.model = build_model(self.setup, found, self.hooks.note)
         self.completed = int(files.manifest(found)["step"]) if found is not None else 0
@@ -124,6 +127,8 @@ class Trainer:
                 "of a weight vanish. --master-weights keeps them."
             )
         self.ranks.agree(self._facts())
+        for note in self.ranks.notes(self.parts):
+            self.hooks.note(note)
         if found is None and self.args.save_interval and self.args.save_rehearsal:
             self._rehearse()
         tree = self.setup.resolved.tree()
@@ -152,7 +157,9 @@ class Trainer:
         }
 
     def _rehearse(self) -> None:
-        content = capture(self.setup, self.parts, self.ranks, 0, None)
+        content = self._content(0, None)
+        if not self.ranks.leads:
+            return
         moments = 2 * sum(leaf.weight.numel() * leaf.weight.element_size() for leaf in self.parts.optimizer.leaves)
         later = moments if self.args.save_training_state else 0
         self.hooks.note(rehearsal.rehearse(self.store.folder, content, self.args.save_format, later))
@@ -167,6 +174,7 @@ class Trainer:
             minibatches = self._next(batches)
             detail = self.args.detail_log_interval
             self.timer.armed = bool(detail) and step % detail == 0
+            self.ranks.tell(step)
             metrics = self.parts.step(minibatches)
             self.completed = step
             self.profiler.after(step)
@@ -249,7 +257,8 @@ class Trainer:
     def _evaluate(self, step: int) -> Mapping[str, float]:
         with self.averaged():
             loss = held_out_loss(self.setup, self.parts, self.ranks)
-            return {**loss, **self.hooks.evaluate(self, step)}
+            with self.ranks.gathered(self.model):
+                return {**loss, **self.hooks.evaluate(self, step)}
 
     # ------------------------------------------------------------------------------------------ saving
 
@@ -258,9 +267,16 @@ class Trainer:
             return
         metric = (results or {}).get("eval_error", (results or {}).get("eval_loss"))
         with self.meter.pause():
-            self.store.save(capture(self.setup, self.parts, self.ranks, self.completed, metric), metric)
+            content = self._content(self.completed, metric)
+            if self.ranks.leads:
+                self.store.save(content, metric)
         self._saved = self.completed
         self.checkpoint = self.store.folder / f"steps_{self.completed}"
+
+    def _content(self, step: int, metric: float | None) -> Content:
+        """What a checkpoint of this moment holds; all ranks call it, and what they share is put together."""
+        content = capture(self.setup, self.parts, self.ranks, step, metric)
+        return replace(content, groups=self.ranks.collected(content.groups))
 
     def _end(self) -> None:
         """The last rows, checkpoint and words of a run that was not cut off by an error."""
@@ -271,7 +287,7 @@ class Trainer:
         if self.stopped is not None:
             self.hooks.note(f"Stopped by {self.stopped} after step {self.completed}. {self._resumable()}")
             return
-        with self.averaged():
+        with self.averaged(), self.ranks.gathered(self.model):
             self.hooks.finished(self)
 
     def _settle(self) -> None:

@@ -5,7 +5,7 @@ format     model                           ema                          optim
 ========== =============================== ============================ =================================
 safetensors ``model*.safetensors``         ``ema*.safetensors``         ``training_state*.safetensors``
 pt          ``pytorch_model.pt``           ``ema.pt``                   ``training_state*.safetensors``
-dcp         ``dcp/`` with keys ``model.x``, ``ema.x``, ``optim.x``; every rank writes and reads its own shards
+dcp         ``dcp/`` with keys ``model.x``, ``ema.x``, ``optim.x``; the leading rank writes whole tensors
 ========== =============================== ============================ =================================
 
 A ``.pt`` holds nothing but a dict of tensors and is read with ``weights_only=True``. DCP keeps its table of
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp_metadata
@@ -111,7 +110,7 @@ def _leaves(content: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Tens
 def _write_dcp(draft: Draft, groups: Groups) -> None:
     flat = {f"{group}.{name}": value for group, tensors in groups.items() for name, value in tensors.items()}
     writer = dcp.FileSystemWriter(draft.path / DCP, sync_files=True)
-    dcp.save(flat, storage_writer=writer, no_dist=not dist.is_initialized())
+    dcp.save(flat, storage_writer=writer, no_dist=True)
     draft.adopt(DCP)
 
 

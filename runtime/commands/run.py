@@ -10,13 +10,18 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vlaforge.data.errors import UserError
 from vlaforge.runtime.args import TrainingArgs
 from vlaforge.runtime.config import Resolved, resolve_given, setting_lines
 from vlaforge.runtime.console import Console
 from vlaforge.runtime.flags import Given, help_text, parse
+
+if TYPE_CHECKING:
+    from vlaforge.runtime.ranks import Ranks
 
 KEPT = ("checkpoints", "metrics.jsonl", "log.txt", "config.yaml", "openloop.json", "openloop.npz", "report.html")
 """What a former run left in its output folder, and a new one must not be mixed with; pictures (*.png) too."""
@@ -35,7 +40,8 @@ report.html to --output-dir.
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (default: the process's) and returns the exit code."""
     try:
-        return run(parse(TrainingArgs, sys.argv[1:] if argv is None else argv))
+        given = sys.argv[1:] if argv is None else argv
+        return run(parse(TrainingArgs, given), given)
     except UserError as error:
         print(f"forge-run: {error}", file=sys.stderr)
         return 2
@@ -44,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def run(given: Given) -> int:
+def run(given: Given, argv: Sequence[str] = ()) -> int:
     if given.help:
         print(help_text(TrainingArgs, INTRO, OUTRO + _settings_help(given)), end="")
         return 0
@@ -57,7 +63,26 @@ def run(given: Given) -> int:
         return show_plan(resolved, console)
     if resolved.args.dry_run:
         return dry_run(resolved, console)
-    return train(resolved, console)
+    from vlaforge.runtime import dist, launch
+
+    if resolved.args.nproc > 1 and not dist.launched():
+        return launch.launch(resolved.args, launch.without_launch(argv))
+    return train_as_rank(resolved) if dist.launched() else train(resolved, console)
+
+
+def train_as_rank(resolved: Resolved) -> int:
+    """This process's part of a job of several ranks. A restarted job resumes by itself."""
+    from vlaforge.runtime import dist
+    from vlaforge.runtime.checkpoint.store import Checkpoints
+    from vlaforge.runtime.setup import pick_device
+
+    args = resolved.args
+    device = dist.own_device(pick_device(args.device))
+    if dist.restarted() and Checkpoints(Path(args.output_dir) / "checkpoints").newest() is not None:
+        args = replace(args, resume=True)
+    resolved = replace(resolved, args=args)
+    with dist.ProcessRanks(args, device) as ranks:
+        return train(resolved, Console(quiet=not ranks.leads), ranks)
 
 
 def _settings_help(given: Given) -> str:
@@ -99,38 +124,47 @@ def dry_run(resolved: Resolved, console: Console) -> int:
     return 0
 
 
-def train(resolved: Resolved, console: Console) -> int:
+def train(resolved: Resolved, console: Console, ranks: Ranks | None = None) -> int:
     """Checks, trains and reports."""
     began = time.perf_counter()
     from vlaforge.data import norm_table
+    from vlaforge.runtime.launch import gpus_unused
     from vlaforge.runtime.preflight import preflight
+    from vlaforge.runtime.ranks import Ranks
 
     checks: list[tuple[str, str]] = []
     setup = preflight(resolved, lambda name, what: checks.append((name, what)))
+    ranks = ranks or Ranks()
     folder = Path(resolved.args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    moved = None if resolved.args.resume else set_aside(folder)
-    console.log = folder / "log.txt"
-    resolved.save(folder / "config.yaml")
+    moved = None
+    if ranks.leads:
+        moved = None if resolved.args.resume else set_aside(folder)
+        console.log = folder / "log.txt"
+        resolved.save(folder / "config.yaml")
     if moved is not None:
         console.say(f"note  a former run was in this folder: it is now in {moved}")
     for name, what in checks:
         console.say(f"{name:<16} {what}")
     if setup.norm_rows:
         console.say(norm_table.text(setup.norm_rows))
-    for note in (*resolved.notes, *setup.notes):
+    notes = [*resolved.notes, *setup.notes]
+    if ranks.world == 1 and (idle := gpus_unused(resolved.args)) is not None:
+        notes.append(idle)
+    for note in notes:
         console.say(f"note  {note}")
     from vlaforge.runtime.session import Session
     from vlaforge.runtime.trainer import Trainer
 
     if resolved.args.verify_compile:
-        from vlaforge.runtime.ranks import Ranks
         from vlaforge.runtime.verify import verify
 
-        console.say(verify(setup, Ranks()))
-
+        console.say(verify(setup, ranks))
+    if not ranks.leads:
+        Trainer(setup, None, ranks).train()
+        return 0
     with Session(setup, console, began) as session:
-        Trainer(setup, session).train()
+        Trainer(setup, session, ranks).train()
     return 0
 
 
