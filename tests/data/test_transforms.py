@@ -143,4 +143,4 @@ def test_impossible_requests_are_said():
     with pytest.raises(ValueError, match="leaves the image"):
         Placement.whole(10, 10).crop(8, 1, 4, 4)
     with pytest.raises(UserError, match="uint8"):
-        sample_views(torch.zeros(1, 4, 4, 3), torch.zeros(1, 16), (4, 4))
+        sample_views(torch.zeros(1, 4, 4, 3, dtype=torch.int64), torch.zeros(1, 16), (4, 4))
