@@ -101,9 +101,9 @@ def write_texts(writer: CacheWriter, setup: Setup, model: Any, spec: CacheSpec, 
     masks = []
     for prompt in prompts:
         fields = setup.processing.tokens(prompt)
-        encoded = encode(model, setup.device, {name: value[None] for name, value in fields.items()})
+        one = {name: value[None] for name, value in fields.items()}
         for name in names:
-            made[name].append(encoded[name].cpu())
+            made[name].append(encode(model, name, setup.device, one))
         masks.append(torch.from_numpy(fields["token_mask"])[None])
     writer.add_texts(prompts, {name: torch.cat(parts) for name, parts in made.items()}, torch.cat(masks))
     print(f"{len(prompts)} prompts encoded")
@@ -152,20 +152,19 @@ def write_rows(writer: CacheWriter, setup: Setup, model: Any, spec: CacheSpec, n
     started = told = time.monotonic()
     finished = 0
     for batch in loader:
-        encoded = encode(model, setup.device, {name: batch[name] for name in inputs})
-        encoded |= {name: torch.from_numpy(batch[name]) for name in plain}
-        writer.add_rows(batch["row"], {name: encoded[name] for name in names})
+        made = {name: encode(model, name, setup.device, batch) for name in names if name not in plain}
+        writer.add_rows(batch["row"], {**made, **{name: torch.from_numpy(batch[name]) for name in plain}})
         finished += len(batch["row"])
         if time.monotonic() - told > 10 or finished == len(todo):
             told = time.monotonic()
             print(f"{finished} of {len(todo)} samples, {finished / (told - started):.1f}/s", flush=True)
 
 
-def encode(model: Any, device: torch.device, inputs: Mapping[str, np.ndarray]) -> Batch:
-    """The model's frozen start on these fields alone."""
-    batch = Batch({name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in inputs.items()})
+def encode(model: Any, name: str, device: torch.device, fields: Mapping[str, np.ndarray]) -> torch.Tensor:
+    """One frozen field of a batch, as the training step would make it."""
+    batch = Batch({key: torch.from_numpy(np.ascontiguousarray(value)) for key, value in fields.items()})
     with torch.no_grad():
-        return model.encode_frozen(batch.to(device))
+        return model.frozen_fields[name][1](batch.to(device)).cpu()
 
 
 def _stack(samples: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -9,6 +9,7 @@ one time each, S video tokens, L text tokens, H action horizon, A action and P p
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -89,29 +90,38 @@ class Model(EmbodiedModel):
 
     # ------------------------------------------------------------------------------------------------ encoders
 
+    @property
+    def frozen_fields(self) -> dict[str, tuple[str, Callable[[Batch], Tensor]]]:
+        """Field that a frozen encoder makes → (field it reads, how it is made)."""
+        return {"latents": ("images", self.encode_video), "context": ("tokens", self.encode_text)}
+
     @torch.no_grad()
     def encode_frozen(self, batch: Batch) -> Batch:
-        """`images` → `latents` [B, C, F, h, w], `tokens` → `context` [B, L, D]; fp32 rounded to `encoded_dtype`."""
-        out = Batch({name: value for name, value in batch.items() if name not in ("images", "tokens")})
-        if "images" in batch:
-            out["latents"] = self._round(self.encode_video(batch["images"]))
-        if "tokens" in batch:
-            out["context"] = self._round(self.encode_text(batch["tokens"], batch["token_mask"]))
-        return out
+        """`images` → `latents` [B, C, F, h, w], `tokens` → `context` [B, L, D]; fp32."""
+        online = {"latents": self.config.video_source == "pixels", "context": self.config.text_source == "tokens"}
+        made = {
+            name: encode(batch)
+            for name, (source, encode) in self.frozen_fields.items()
+            if name not in batch and (online[name] or source in batch)
+        }
+        if not made:
+            return batch
+        read = {self.frozen_fields[name][0] for name in made}
+        return Batch({name: value for name, value in batch.items() if name not in read}, **made)
 
-    def encode_video(self, images_BVTHWC: Tensor) -> Tensor:
-        """uint8 frames of the cameras, or of the ready canvas → latents fp32."""
+    def encode_video(self, batch: Batch) -> Tensor:
+        """Latents of `images`: the cameras' frames, or their ready canvas. fp32, rounded to `encoded_dtype`."""
         config = self.config
-        return self.vae.encode(compose(images_BVTHWC, config.layout, config.height, config.width))
+        return self._round(self.vae.encode(compose(batch["images"], config.layout, config.height, config.width)))
 
-    def encode_text(self, tokens_BL: Tensor, mask_BM: Tensor) -> Tensor:
-        """Token ids, perhaps trimmed, and their whole mask → context fp32 [B, L, D].
+    def encode_text(self, batch: Batch) -> Tensor:
+        """Context of `tokens`, perhaps trimmed, and their whole `token_mask`. fp32, rounded to `encoded_dtype`.
 
         The encoder always sees the whole length, so that a trimmed batch has the very numbers of an untrimmed one.
         """
-        whole = mask_BM.shape[1]
-        ids_BM = nn.functional.pad(tokens_BL, (0, whole - tokens_BL.shape[1]))
-        return self.text.encode(ids_BM, mask_BM)[:, : tokens_BL.shape[1]]
+        ids_BL, mask_BM = batch["tokens"], batch["token_mask"]
+        ids_BM = nn.functional.pad(ids_BL, (0, mask_BM.shape[1] - ids_BL.shape[1]))
+        return self._round(self.text.encode(ids_BM, mask_BM)[:, : ids_BL.shape[1]])
 
     def _round(self, x: Tensor) -> Tensor:
         return x.to(DTYPES[self.config.encoded_dtype]).float()
