@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from vlaforge.data.schema import Batch, Contract, Trim
+from vlaforge.data.schema import Batch, Contract, Field, Trim
 
 Cut = tuple[int, slice | np.ndarray]
 """(axis, counting the batch axis as 0, and what stays along it)."""
@@ -18,12 +19,13 @@ def collate(samples: Sequence[Mapping[str, np.ndarray]], contract: Contract, tri
 
     ValueError when a sample lacks a field, or one has another shape or dtype than the contract says.
     """
+    extra = {name: spec for name, spec in contract.optional.items() if any(name in sample for sample in samples)}
     cuts: dict[str, list[Cut]] = {}
     if trim:
         masks = {rule.mask: torch.from_numpy(_stack(samples, rule.mask)) for rule in contract.trims}
-        cuts = _cuts(masks, contract.trims)
+        cuts = _cuts(masks, [_widened(rule, contract, extra) for rule in contract.trims])
     batch = Batch()
-    for name, spec in contract.fields.items():
+    for name, spec in {**contract.fields, **extra}.items():
         batch[name] = torch.from_numpy(_stack(samples, name, cuts.get(name, ())))
         if batch[name].dtype != spec.dtype:
             raise ValueError(f"'{name}' is {batch[name].dtype}, but the contract says {spec.dtype}")
@@ -38,6 +40,13 @@ def trimmed(batch: Batch, trims: Sequence[Trim]) -> Batch:
         for cut in cuts:
             out[name] = out[name][_index(*cut)].contiguous()
     return out
+
+
+def _widened(rule: Trim, contract: Contract, extra: Mapping[str, Field]) -> Trim:
+    """The rule, which also cuts the optional fields' axes of the same letters."""
+    letters = {contract.fields[name].axes[axis - 1] for name, axis in rule.cut}
+    more = [(name, spec.axes.index(c) + 1) for name, spec in extra.items() for c in letters if c in spec.axes]
+    return replace(rule, cut=(*rule.cut, *more))
 
 
 def _stack(samples: Sequence[Mapping[str, np.ndarray]], name: str, cuts: Sequence[Cut] = ()) -> np.ndarray:

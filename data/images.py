@@ -46,9 +46,7 @@ def margins(inner: int, outer: int, anchor: Anchor) -> tuple[int, int]:
     return (free // 2, free - free // 2) if anchor == "centre" else (free, 0)
 
 
-def resize_with_pad(
-    x: Tensor, height: int, width: int, *, value: float = 0.0, anchor: Anchor = "centre"
-) -> Tensor:
+def resize_with_pad(x: Tensor, height: int, width: int, *, value: float = 0.0, anchor: Anchor = "centre") -> Tensor:
     """Aspect-keeping bilinear resize without antialiasing, then padding by `value`. x [N, C, H, W], any
     float or uint8.
 
@@ -119,9 +117,7 @@ class Placement:
     def crop(self, left: int, top: int, height: int, width: int) -> Placement:
         """The output's window that starts at (left, top). ValueError after a rotation, or out of range."""
         if self.matrix[1] or self.matrix[2]:
-            raise ValueError(
-                "crop before rotating: the window of a rotated image is no rectangle of the source"
-            )
+            raise ValueError("crop before rotating: the window of a rotated image is no rectangle of the source")
         if min(left, top) < 0 or top + height > self.size[0] or left + width > self.size[1]:
             raise ValueError(f"crop {height}×{width} at ({left}, {top}) leaves the image {self.size}")
         x0, y0 = self.source(left, top)
@@ -172,13 +168,14 @@ def sample_views(
     low: float = -1.0,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The fused pass: uint8 [N, H, W, 3] and float32 [N, 16] → [N, 3, *size] of `dtype`, values in [low, 1].
+    """The fused pass: frames of 0 to 255 (uint8 or float32) [N, H, W, 3] and float32 [N, 16] → [N, 3, *size] of
+    `dtype`, values in [low, 1].
 
     One bilinear sampling per output pixel (all geometry at once), colour, range, cast; padding has the value
     `low`. With the placement of a plain resize-with-pad it equals ``resize_with_pad(x / 255) * (1 - low) +
     low`` up to float rounding.
     """
-    if frames_NHWC.dtype != torch.uint8 or params_NP.shape != (frames_NHWC.shape[0], len(PARAMS)):
+    if frames_NHWC.dtype not in (torch.uint8, torch.float32) or params_NP.shape != (frames_NHWC.shape[0], len(PARAMS)):
         raise UserError(
             f"sample_views takes uint8 [N, H, W, 3] and float32 [N, {len(PARAMS)}], not {frames_NHWC.dtype} "
             f"{list(frames_NHWC.shape)} and {list(params_NP.shape)}."

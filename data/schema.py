@@ -148,13 +148,16 @@ class Trim:
 
 @dataclass(frozen=True)
 class Contract:
-    """Names, shapes and dtypes of a family's batch, plus its random inputs. Everything synthetic comes from
-    here.
+    """Names, shapes and dtypes of a family's batch, plus its random inputs. Everything synthetic comes from here.
+
+    `optional` fields are in a batch when all of its samples have them (augmentation parameters, say); an axis whose
+    letter a trim cuts is cut with it.
     """
 
     fields: Mapping[str, Field]
     draws: Mapping[str, DrawSpec]
     trims: tuple[Trim, ...] = ()
+    optional: Mapping[str, Field] = field(default_factory=dict)
 
     def synthetic(self, batch_size: int, seed: int = 0, device: torch.device | str = "cpu") -> Batch:
         """A correct random batch: float fields uniform in [low, high), ints in range, bool fields all True."""

@@ -122,10 +122,13 @@ def fused_rotary(self: Rotary, x_BHTK: Tensor, cos_BTJ: Tensor, sin_BTJ: Tensor)
     return rotary(x_BHTK.transpose(1, 2), cos_BTJ[..., :half], sin_BTJ[..., :half]).transpose(1, 2)
 
 
-def fused_images(self: PrepareImages, images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def fused_images(
+    self: PrepareImages, images: Tensor, dtype: torch.dtype = torch.float32, placements: Tensor | None = None
+) -> Tensor:
     if images.dtype != torch.uint8 or images.shape[-1] != 3:
-        return type(self).forward(self, images, dtype)
-    return image_prep(images.flatten(0, 1), (self.size, self.size), dtype=dtype)
+        return type(self).forward(self, images, dtype, placements)
+    places_NP = None if placements is None else placements.flatten(0, 1)
+    return image_prep(images.flatten(0, 1), (self.size, self.size), places_NP, dtype=dtype)
 
 
 GLU = {"gelu_tanh": "gelu", "silu": "silu"}

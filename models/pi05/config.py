@@ -108,7 +108,8 @@ class DataConfig(schema.DataConfig):
     loss_dims: ``real`` averages over the robot's action dimensions (LeRobot), ``all`` also over the padding (OpenPI).
     pad_steps: ``mask`` leaves steps beyond the episode's end out of the loss, ``train`` counts them (both published
         implementations do).
-    image_augment: OpenPI's training augmentation (crop, rotation, colour).
+    image_augment: OpenPI's training augmentation (crop, rotation, colour), drawn from each sample's own generator and
+        applied on the device in the pass that resizes.
     """
 
     num_images: int | None = None

@@ -139,7 +139,9 @@ class Model(EmbodiedModel):
             Trim("image_mask", (("images", 1), ("image_mask", 1)), keep="any"),
             Trim("token_mask", (("tokens", 1), ("token_mask", 1)), keep="prefix", multiple=8),
         )
-        return Contract(fields, draws, trims)
+        # of augmented frames: where each view's pixels come from, and its colour (`data.images.PARAMS`)
+        optional = {"placements": Field((views, 16), torch.float32, "VP")}
+        return Contract(fields, draws, trims, optional)
 
     def loss(self, batch: Batch, draw: Draw) -> Losses:
         noise, actions, mask = draw["noise"], batch["actions"], batch["action_mask"]
@@ -183,12 +185,15 @@ class Model(EmbodiedModel):
             return batch
         with torch.no_grad():
             features = self._look(batch)
-        rest = {name: value for name, value in batch.items() if name != "images"}
+        rest = {name: value for name, value in batch.items() if name not in ("images", "placements")}
         return Batch(rest, image_features=features)
+
+    def _pixels(self, batch: Batch) -> Tensor:
+        return self.prepare(batch["images"], placements=batch.get("placements"))
 
     def _look(self, batch: Batch) -> Tensor:
         """All views in one call of the vision tower: [B, V, N, vision width]."""
-        return self.vision(self.prepare(batch["images"])).unflatten(0, batch["image_mask"].shape)
+        return self.vision(self._pixels(batch)).unflatten(0, batch["image_mask"].shape)
 
     def embed_prefix(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(embeddings [B, P, D], valid bool [B, P]) of [view 0 | view 1 | … | prompt]."""

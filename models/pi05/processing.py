@@ -20,7 +20,7 @@ from vlaforge.data.images import resize_with_pad, resize_with_pad_pil, to_float
 from vlaforge.data.normalize import NormalizerSet
 from vlaforge.data.schema import ACTION, ACTION_IS_PAD, IMAGES, STATE, TASK, DataNeeds, Sample
 from vlaforge.data.tokenizer import Tokenizer
-from vlaforge.data.transforms import ColorJitter, Compose, RandomCrop, Resize, Rotate
+from vlaforge.data.transforms import ColorJitter, Compose, RandomCrop, Resize, ResizeWithPad, Rotate
 from vlaforge.models.pi05.config import DataConfig, ModelConfig
 
 SLOTS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
@@ -92,11 +92,10 @@ class Processing:
             )
 
     def _resizes_on_device(self) -> bool:
-        """Raw frames go to the device when it can do all that is left: one size, no Pillow, no augmentation."""
+        """Raw frames go to the device when it can do all that is left: one size, and no Pillow."""
         used = [self.info.cameras[name] for name in self.cameras if name is not None]
         one_size = len({(camera.height, camera.width) for camera in used}) == 1
-        wanted = self.data.resize_on_device and not (self.data.image_antialias or self.data.image_augment)
-        return wanted and one_size
+        return one_size and self.data.resize_on_device and not self.data.image_antialias
 
     def needs(self) -> DataNeeds:
         names = tuple(dict.fromkeys(name for name in self.cameras if name is not None))
@@ -122,11 +121,14 @@ class Processing:
         frames = [None if name is None else obs.get(f"{IMAGES}{name}") for name in self.cameras]
         state = self._state(obs) if self.data.discrete_state_input else None
         tokens, token_mask = self._tokens(prompt(str(obs.get(TASK, "")), state))
+        images = self._images(frames)
+        augmented = {} if rng is None else {"placements": self._placements(images, rng)}
         return {
-            "images": self._images(frames, rng),
+            "images": images,
             "image_mask": np.array([frame is not None for frame in frames]),
             "tokens": tokens,
             "token_mask": token_mask,
+            **augmented,
         }
 
     def actions(self, x_HA: np.ndarray, sample: Mapping[str, Any] | None = None) -> np.ndarray:
@@ -160,7 +162,7 @@ class Processing:
             )
         return tokens, mask
 
-    def _images(self, frames: list[np.ndarray | None], rng: np.random.Generator | None) -> np.ndarray:
+    def _images(self, frames: list[np.ndarray | None]) -> np.ndarray:
         """uint8 [V, h, w, 3]; absent views are black. Raw size when the device resizes, else the model's."""
         sizes = {frame.shape for frame in frames if frame is not None}
         if not sizes:
@@ -171,9 +173,12 @@ class Processing:
         for view, frame in enumerate(frames):
             if frame is not None:
                 out[view] = frame if raw else self._resized(frame)
-                if rng is not None:
-                    out[view] = augmented(out[view], rng, wrist="wrist" in self.slots[view])
         return out
+
+    def _placements(self, images_VHWC: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """float32 [V, 16]: OpenPI's training augmentation, which the device applies as it resizes."""
+        steps = [augmentation(self.model.image_size, wrist="wrist" in slot) for slot in self.slots]
+        return np.concatenate([s.params(frame[None], [rng]) for s, frame in zip(steps, images_VHWC)])
 
     def _resized(self, frame: np.ndarray) -> np.ndarray:
         size = self.model.image_size
@@ -187,13 +192,11 @@ class Processing:
         return slot_names(len(self.cameras))
 
 
-def augmented(frame: np.ndarray, rng: np.random.Generator, wrist: bool) -> np.ndarray:
-    """OpenPI's training augmentation of one view, uint8 in and out; wrist cameras change colour only."""
-    height, width = frame.shape[:2]
+def augmentation(size: int, wrist: bool) -> Compose:
+    """Resize, and OpenPI's training augmentation of one view; wrist cameras change colour only."""
+    shape = () if wrist else (RandomCrop(0.95), Resize(size, size), Rotate(5.0))
     colour = ColorJitter(brightness=0.3, contrast=0.4, saturation=0.5)
-    steps = (colour,) if wrist else (RandomCrop(0.95), Resize(height, width), Rotate(5.0), colour)
-    x_13HW = Compose(steps, low=0.0).apply(frame[None], [rng])
-    return (x_13HW[0].permute(1, 2, 0) * 255.0).round().to(torch.uint8).numpy()
+    return Compose((ResizeWithPad(size, size), *shape, colour))
 
 
 def slot_names(count: int) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from vlaforge.data.normalize import NormalizerSet
 from vlaforge.data.readers import open_dataset
 from vlaforge.data.schema import sample_rng
 from vlaforge.data.tokenizer import Tokenizer
+from vlaforge.data.transforms import Compose, ResizeWithPad
 from vlaforge.models import family
 from vlaforge.models.blocks.image import PrepareImages
 from vlaforge.models.pi05.config import DataConfig
@@ -163,13 +164,28 @@ def test_resizing_in_the_workers_rounds_what_the_device_would_compute(build, sam
 def test_augmentation_is_a_function_of_the_sample_and_for_training_only(build, sample):
     processing = build(image_augment=True)
 
-    def images(index: int, training: bool) -> np.ndarray:
-        return processing.sample(sample, sample_rng(0, 0, index, "augment"), training)["images"]
+    def seen(index: int, training: bool) -> torch.Tensor:
+        """What the model sees: the batch's frames, placed by the device."""
+        fields = processing.sample(sample, sample_rng(0, 0, index, "augment"), training)
+        assert ("placements" in fields) == training
+        given = {name: torch.from_numpy(value)[None] for name, value in fields.items()}
+        return PrepareImages(64)(given["images"], placements=given.get("placements"))
 
-    assert np.array_equal(images(1, True), images(1, True))
-    assert not np.array_equal(images(1, True), images(2, True))
-    assert np.array_equal(images(1, False), images(2, False))
-    assert np.array_equal(images(1, False), processing.observe(sample)["images"])
+    assert torch.equal(seen(1, True), seen(1, True)) and not torch.equal(seen(1, True), seen(2, True))
+    assert torch.equal(seen(1, False), seen(2, False))
+    assert 0.02 < (seen(1, True) - seen(1, False)).abs().mean() < 0.5
+
+
+@pytest.mark.parametrize("antialias", [False, True])
+def test_augmentation_travels_in_the_batch(build, parts, sample, antialias):
+    processing, model = build(image_augment=True, image_antialias=antialias), parts[0]
+    fields = [processing.sample(sample, sample_rng(0, 0, i, "augment"), True) for i in range(2)]
+    batch = collate(fields, family("pi05").model.contract(model))
+    assert batch["placements"].shape == (2, 2, 16) and batch["images"].shape[2] == (64 if antialias else 128)
+    wrist, colour_only = processing.slots[1], batch["placements"][0, 1]
+    assert "wrist" in wrist
+    plain = Compose((ResizeWithPad(64, 64),)).place(tuple(batch["images"].shape[2:4])).vector()
+    assert np.array_equal(colour_only[:12].numpy(), plain[:12]) and not np.array_equal(colour_only.numpy(), plain)
 
 
 # ------------------------------------------------------------------------------------------- cameras
