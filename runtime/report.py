@@ -53,8 +53,8 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def first_and_last(values: Sequence[float]) -> tuple[float, float]:
-    """Mean loss at the start and at the end: a twentieth of the rows each, at least 3 and at most 50."""
-    rows = max(min(len(values) // 20, 50), min(3, len(values)), 1)
+    """Mean loss at the start and at the end: a twentieth of the rows each, 3 to 50 of them where there are as many."""
+    rows = max(min(max(len(values) // 20, 3), 50, len(values) // 3), 1)
     return float(np.mean(values[:rows])), float(np.mean(values[-rows:]))
 
 
