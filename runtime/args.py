@@ -20,6 +20,7 @@ guard = group("Stability")
 data = group("Data")
 save = group("Checkpoints")
 lower = group("Precision and lowering")
+lora = group("LoRA")
 log = group("Logging")
 held = group("Evaluation")
 trace = group("Profiler")
@@ -142,6 +143,19 @@ class TrainingArgs:
                                     example="cpu|cuda|h200")
     verify_compile: int = lower(0, "Compare N lowered steps with plain ones before training", low=0)
 
+    use_lora: bool = lora(False, "Train low-rank adapters beside frozen weights")
+    lora_r: int = lora(16, "Rank of the adapters", low=1)
+    lora_alpha: float = lora(32.0, "Scale of the adapters: alpha / rank", above=0)
+    lora_dropout: float = lora(0.0, "Dropout on the input of the adapters", low=0, below=1)
+    lora_target_modules: str | None = lora(None, "What is adapted: paths, towers, patterns or last names; unset, every "
+                                           "linear of the repeated blocks", example="q_proj,v_proj")
+    lora_modules_to_save: str | None = lora(None, "Parameters that train whole and are kept with the adapter",
+                                            example="action_in,action_out")
+    lora_bias: str = lora("none", "Biases that train too", choices=["none", "all", "lora_only"])
+    lora_init: str = lora("true", "First values: true (B zero), gaussian, false (B random)",
+                          choices=["true", "false", "gaussian"])
+    lora_adapter: str | None = lora(None, "Adapter to start from, ours or peft's", example="DIR")
+
     log_interval: int = log(1, "Steps between log lines", low=1)
     detail_log_interval: int = log(20, "Steps between timings of a step's stages; 0 never", low=0)
     timing_log_level: int = log(0, "1 prints the stage times as well", choices=[0, 1])
@@ -192,8 +206,10 @@ class TrainingArgs:
                                                example="CLASS,...")
     fsdp_no_wrap_modules: tuple[str, ...] = ranks((), "Module classes that are no sharding units", example="CLASS,...")
     fsdp_min_num_params: int = ranks(1_000_000, "Least parameters of a block that is a unit", low=0)
-    fsdp_leftover_min_num_params: int = ranks(1_000_000, "Least parameters of another layer that is a unit; 0 none", low=0)
-    fsdp_reshard_default: str | None = ranks(None, "Drop gathered weights after the forward", example="true|false|none|N")
+    fsdp_leftover_min_num_params: int = ranks(1_000_000, "Least parameters of another layer that is a unit",
+                                              low=0)
+    fsdp_reshard_default: str | None = ranks(None, "Drop gathered weights after the forward",
+                                              example="true|false|none|N")
     fsdp_reshard_root: str = ranks("false", "The same for what is in no unit", example="true|false|none|N")
     fsdp_reshard_module_overrides: str | None = ranks(None, "The same by module class", example="CLASS=true,...")
     fsdp_forward_prefetch_distance: int = ranks(0, "Units gathered ahead in the forward; 0 leaves it to torch", low=0)

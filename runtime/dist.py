@@ -1,8 +1,8 @@
 """The ranks of a process group: sums, agreement, wrapping, and what happens when one of them fails or stalls.
 
 Launched by torchrun, or by `forge-run --nproc N` (see `launch`). CPU ranks talk through gloo, GPU ranks through NCCL
-with gloo beside it for what is on the host. Every rank tells the others through the store which step it is in, so that a
-time-out names the ranks that did not come.
+with gloo beside it for what is on the host. Every rank tells the others through the store which step it is in, so
+that a time-out names the ranks that did not come.
 """
 
 from __future__ import annotations

@@ -1,0 +1,96 @@
+"""Several ranks (gloo, real processes): every strategy gives the single process's numbers, and shares memory."""
+
+import json
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).with_name("ranks_worker.py")
+SIZES = {
+    "vision": {"width": 16, "depth": 1, "num_heads": 2, "mlp_dim": 32, "patch_size": 16},
+    "language": {"width": 16, "depth": 2, "mlp_dim": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8},
+    "expert": {"width": 16, "depth": 2, "mlp_dim": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8},
+}
+SMALL = [f"model.{tower}.{name}={value}" for tower, sizes in SIZES.items() for name, value in sizes.items()]
+SMALL += ["model.image_size=32", "data.image_size=32"]
+BASE = [
+    "--model", "pi05", "--preset", "tiny", "--device", "cpu", "--num-workers", "0", "--train-iters", "5",
+    "--save-interval", "0", "--lr-warmup-iters", "0", "--lr-base", "0.001", "--fsdp-min-num-params", "0",
+    "--fsdp-leftover-min-num-params", "10000", *SMALL,
+]  # fmt: skip
+STRATEGIES = {
+    "ddp": ["--distributed-strategy", "ddp"],
+    "zero1": ["--distributed-strategy", "ddp", "--zero-optimizer"],
+    "fsdp": ["--distributed-strategy", "fsdp"],
+    "hsdp": ["--distributed-strategy", "fsdp", "--hsdp-shard-size", "2"],
+}
+COMPILE = {"eager": [], "compile": ["--compile", "--with", "static_shapes"]}
+TRAIN = {
+    "full": [],
+    "lora": ["--use-lora", "--lora-r", "4", "--lora-target-modules", "q_proj,v_proj"],
+    "frozen": ["--freeze-modules", "vision"],
+}
+TOTAL = 8
+
+
+def runs(world: int) -> dict[str, list[str]]:
+    """Name → flags of every run of the matrix on `world` ranks."""
+    strategies = {"single": []} if world == 1 else {k: v for k, v in STRATEGIES.items() if k != "hsdp" or world == 4}
+    return {
+        f"{strategy}-{how}-{what}": [
+            *BASE, "--per-device-batch-size", str(TOTAL // world), *strategies[strategy], *COMPILE[how], *TRAIN[what],
+        ]  # fmt: skip
+        for strategy, how, what in product(strategies, COMPILE, TRAIN)
+    }
+
+
+def take(world: int, jobs: dict[str, list[str]], folder: Path, *flags: str) -> dict:
+    """Runs `jobs` in one job of `world` ranks; their losses, norms and memory by name."""
+    listed = [
+        {"name": name, "argv": [*argv, "--output-dir", str(folder / f"{world}-{name}")]} for name, argv in jobs.items()
+    ]
+    file = folder / f"jobs{world}.json"
+    file.write_text(json.dumps(listed))
+    command = [sys.executable]
+    if world > 1:
+        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-port", "0"]
+        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(WORKER), str(file), *flags], env=env, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-5000:]
+    return json.loads(Path(f"{file}.out").read_text())
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The single process's numbers, which every strategy must give."""
+    return take(1, runs(1), tmp_path_factory.mktemp("one"))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_same_numbers(world, alone, tmp_path):
+    """Losses and gradient norms of 5 steps, for each strategy, eager and compiled, full, LoRA and with a frozen tower."""
+    together = take(world, runs(world), tmp_path)
+    assert len(together) == 6 * (4 if world == 4 else 3)
+    for name, result in together.items():
+        expected = alone["single-" + name.partition("-")[2]]
+        assert result["loss"] == pytest.approx(expected["loss"], rel=1e-5), name
+        assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5), name
+
+
+def test_memory_is_shared(tmp_path):
+    """ZeRO-1 and FSDP hold about 1/N of the optimiser, FSDP of the weights, too; DDP holds all of it."""
+    jobs = {name: [*BASE, "--per-device-batch-size", "2", *STRATEGIES[name]] for name in ("ddp", "zero1", "fsdp")}
+    jobs = {name: argv + ["model.vocab_size=1024", "model.language.mlp_dim=256"] for name, argv in jobs.items()}
+    held = {name: result["ranks"] for name, result in take(4, jobs, tmp_path).items()}
+    whole = held["ddp"][0]
+    for name in ("zero1", "fsdp"):
+        for kind in ("optimizer", "weights"):
+            shares = [rank[kind] / whole[kind] for rank in held[name]]
+            assert max(shares) < 0.32 and sum(shares) < 1.15, (name, kind, shares)
