@@ -47,15 +47,14 @@ def check_lerobot(report: Report, path: Path, version: str | None, backend: str 
     try:
         layout = open_layout(path, version)
         features = parse_features(layout.info["features"])
-        video_keys = [key for name, key in features.camera_keys.items() if features.cameras[name].kind == "video"]
-        entries = layout.entries(video_keys)
+        entries = layout.entries(features.videos)
         tasks = layout.tasks()
     except UserError as error:
         if not (path / "meta").is_dir():
             raise
         report.add("files", str(error).removesuffix("."), "meta")
         return
-    report.looked += [f"LeRobot {layout.version}", f"{len(entries)} episodes", f"{len(video_keys)} videos each"]
+    report.looked += [f"LeRobot {layout.version}", f"{len(entries)} episodes", f"{len(features.videos)} videos each"]
     _check_table(report, layout, entries, tasks)
     seen = _check_files(report, layout, features, entries, tasks)
     _check_whole(report, layout, features, entries, seen)
@@ -110,9 +109,8 @@ def _check_files(
         by_file.setdefault(entry.data, []).append(entry)
     for name, members in by_file.items():
         try:
-            names = read_schema(layout.root / name).names
-            plain = [key for key in names if key not in features.camera_keys.values()]
-            table = read_table(layout.root / name, plain)
+            names = set(read_schema(layout.root / name).names)
+            table = read_table(layout.root / name, [key for key in features.columns if key in names])
         except UserError as error:
             for entry in members:
                 report.add("files", str(error), name, entry.index)

@@ -93,8 +93,8 @@ def _check_parts(
 
 
 def _check_size(report: Report, name: str, features: Features, key: str, index: FrameIndex) -> None:
-    camera = next(features.cameras[camera] for camera, own in features.camera_keys.items() if own == key)
-    if (index.height, index.width) != (camera.height, camera.width):
+    camera = next((features.cameras[name] for name, own in features.camera_keys.items() if own == key), None)
+    if camera and (index.height, index.width) != (camera.height, camera.width):
         message = f"frames are {index.height} x {index.width}; info.json says {camera.height} x {camera.width}"
         report.add("video", message, name)
 

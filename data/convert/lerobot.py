@@ -17,7 +17,6 @@ from vlaforge.data.errors import UserError
 from vlaforge.data.readers.lerobot.files import read_table
 from vlaforge.data.readers.lerobot.layouts import Entry
 from vlaforge.data.readers.lerobot.reader import LeRobotReader
-from vlaforge.data.readers.lerobot.rows import to_numpy
 from vlaforge.data.schema import IMAGES, DataNeeds
 
 Say = Callable[[str], None]
@@ -34,7 +33,7 @@ def to_v21(reader: LeRobotReader, work: Path, say: Say) -> None:
             shutil.copyfile(path, copy)
     lines = []
     for number, entry in enumerate(reader.entries):
-        statistics = {key: of_rows(values) for key, values in _measured(reader, entry).items()}
+        statistics = {key: of_rows(values) for key, values in _measured(reader, number).items()}
         statistics |= {key: pixels.result() for key, pixels in _pixels(reader, number).items()}
         lines.append(json.dumps({"episode_index": entry.index, "stats": plain(statistics)}, ensure_ascii=False))
         _progress(say, number, len(reader.entries))
@@ -57,7 +56,7 @@ def to_v30(reader: LeRobotReader, work: Path, limits: Limits, say: Say) -> None:
     )
     for number, (entry, table) in enumerate(_tables(reader)):
         videos = {key: reader.root / part.path for key, part in entry.videos.items()}
-        writer.add(NewEpisode(table, entry.tasks, videos, _pixels(reader, number), _measured(reader, entry)))
+        writer.add(NewEpisode(table, entry.tasks, videos, _pixels(reader, number), _measured(reader, number)))
         _progress(say, number, len(reader.entries))
     writer.finish()
 
@@ -91,15 +90,11 @@ def _embedded(table: pa.Table, key: str, root: Path) -> pa.Table:
     return table.set_column(at, table.schema.field(at), pa.array(filled, table.schema.field(at).type))
 
 
-def _measured(reader: LeRobotReader, entry: Entry) -> dict[str, np.ndarray]:
-    """The numeric columns of an episode."""
-    number = reader.entries.index(entry)
-    table = read_table(
-        reader.root / entry.data, [key for key in reader.features.columns if key in reader.rows.schema.names]
-    )
-    place = reader.rows.places[number]
-    arrays = {key: to_numpy(table[key], key) for key in table.schema.names}
-    return {key: values[place] for key, values in arrays.items() if values.dtype.kind in "fiub"}
+def _measured(reader: LeRobotReader, number: int) -> dict[str, np.ndarray]:
+    """The numeric columns of episode `number` of the reader."""
+    keys = [key for key in reader.features.columns if key in reader.rows.schema.names]
+    columns = {key: reader.column(key, reader.episodes[number]) for key in keys}
+    return {key: values for key, values in columns.items() if values.dtype.kind in "fiub"}
 
 
 def _pixels(reader: LeRobotReader, number: int) -> dict[str, Pixels]:

@@ -63,9 +63,12 @@ def open_dataset(
         raise unknown("dataset format", format, FORMATS)
     if Path(path).suffix in (".yaml", ".yml"):
         return open_mixture(path, lambda part, **own: open_dataset(part, **{**options, **own}), episodes)
+    local = local_path(path)
     if format == "lerobot_datasets":
+        if guess_format(local) == "hdf5_datasets":
+            raise UserError(f"{local} holds HDF5 recordings: read it as hdf5_datasets (--dataset-format).")
         return LeRobotReader(
-            local_path(path),
+            local,
             version=version,
             episodes=episodes,
             split=split,
@@ -82,7 +85,7 @@ def open_dataset(
         language_key=language_key,
         fps=fps,
     )
-    return open_recordings(local_path(path), hdf5_layout, options, episodes, split)
+    return open_recordings(local, hdf5_layout, options, episodes, split)
 
 
 def guess_format(path: Path) -> str:

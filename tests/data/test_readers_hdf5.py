@@ -98,6 +98,8 @@ def test_columns_by_name(aloha, robomimic):
 def test_formats_and_layouts_are_found(aloha, agilex, robomimic, metaworld, tmp_path):
     assert {guess_format(path) for path in (aloha, agilex, robomimic)} == {"hdf5_datasets"}
     assert guess_format(metaworld) == "lerobot_datasets"
+    with pytest.raises(UserError, match="holds HDF5 recordings: read it as hdf5_datasets"):
+        open_dataset(aloha)
     assert hdf5(aloha / "episode_0.hdf5").info.version == "aloha"
     with pytest.raises(UserError, match="lacks observations/eef_quaternion"):
         hdf5(aloha, hdf5_layout="agilex")

@@ -11,16 +11,22 @@ from vlaforge.data.errors import UserError
 
 _PREFIXES = ("observation.images.", "observation.image.", "observation.")
 _CHANNELS = (1, 3, 4)
+_PICTURES = ("video", "image")
+_STRUCTURED = (*_PICTURES, "language")  # LeRobot's annotated dialogues: lists of records, not read here
 
 
 @dataclass(frozen=True)
 class Features:
-    """`cameras` by name; `camera_keys` name → feature key; `columns` key → entry of the rest."""
+    """`cameras` by name; `camera_keys` name → feature key; `columns` key → entry of what holds numbers or text.
+
+    `layouts` name → ``hwc`` or ``chw``; `videos` are the keys of all video features, depth maps too.
+    """
 
     cameras: Mapping[str, Camera]
     camera_keys: Mapping[str, str]
     layouts: Mapping[str, str]
     columns: Mapping[str, Mapping[str, Any]]
+    videos: tuple[str, ...]
 
 
 def parse_features(features: Mapping[str, Mapping[str, Any]], image_layout: str | None = None) -> Features:
@@ -43,11 +49,9 @@ def parse_features(features: Mapping[str, Mapping[str, Any]], image_layout: str 
         height, width = (shape[0], shape[1]) if layout == "hwc" else (shape[1], shape[2])
         cameras[name] = Camera(name, int(height), int(width), kind)
         camera_keys[name], layouts[name] = key, layout
-    columns = {key: entry for key, entry in features.items() if key not in keys and entry["dtype"] not in _PICTURES}
-    return Features(cameras, camera_keys, layouts, columns)
-
-
-_PICTURES = ("video", "image")
+    plain = [key for key, entry in features.items() if key not in keys and entry["dtype"] not in _STRUCTURED]
+    videos = tuple(key for key, entry in features.items() if entry["dtype"] == "video")
+    return Features(cameras, camera_keys, layouts, {key: features[key] for key in plain}, videos)
 
 
 def _is_camera(entry: Mapping[str, Any]) -> bool:

@@ -24,7 +24,7 @@ from vlaforge.data.readers.windows import window
 from vlaforge.data.schema import ACTION, ACTION_IS_PAD, IMAGES, STATE, TASK, DataNeeds, Sample
 from vlaforge.data.video import Choice, VideoPool, choose_backend
 
-_BOOKKEEPING = ("episode_index", "frame_index", "index", "task_index", "timestamp")
+_BOOKKEEPING = ("task_index", "timestamp")
 
 
 class LeRobotReader(Dataset):
@@ -47,7 +47,7 @@ class LeRobotReader(Dataset):
         self.root, self.layout = path, open_layout(path, version)
         info = self.layout.info
         self.features = parse_features(info["features"], image_layout)
-        entries = self.layout.entries(self._video_keys())
+        entries = self.layout.entries(self.features.videos)
         by_index = by_number(path, entries)
         check_overlaps(path, entries)
         chosen = select(list(by_index), episodes, split, info.get("splits") or {})
@@ -66,10 +66,6 @@ class LeRobotReader(Dataset):
         self.info = self._describe(info)
 
     # ------------------------------------------------------------------------------------------------ opening
-
-    def _video_keys(self) -> list[str]:
-        cameras = self.features.cameras
-        return [key for name, key in self.features.camera_keys.items() if cameras[name].kind == "video"]
 
     def _load(self) -> None:
         """Reads the columns that samples need, all in one pass."""
@@ -175,7 +171,7 @@ class LeRobotReader(Dataset):
         entry, first = self.entries[number], self.rows.offsets[number]
         row = first + frame
         sample: Sample = {"episode_index": entry.index, "frame_index": frame, "dataset_index": 0}
-        sample["index"] = int(self._cell("index", row, entry.start + frame))
+        sample["index"] = entry.start + frame
         sample["timestamp"] = float(self._cell("timestamp", row, frame / self.info.fps))
         sample["task_index"] = int(self._cell("task_index", row, 0))
         sample[TASK] = self._text(entry, row, sample["task_index"])
