@@ -44,7 +44,7 @@ def plan_text(plan: Plan) -> str:
     reasons = max(len(entry.reason) for entry in plan.entries)
     lines = [f"forge plan   {headline(plan)}"]
     for number, entry in enumerate(plan.entries, start=1):
-        what = f"{entry.name:<{names}}  {entry.reason:<{min(reasons, 88)}}"
+        what = f"{entry.name:<{names}}  {entry.reason:<{min(reasons, 76)}}"
         lines.append(f"{number:2d} {entry.state:<5} {what}  {entry.rule.numerics}")
     lines += [f" ! {warning}" for warning in plan.warnings]
     return "\n".join(lines)

@@ -9,6 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -122,6 +125,24 @@ def test_statistics_of_another_robot(refused, dataset):
     edit(dataset / "meta" / "stats.json", shorten)
     sentence = refused(*TINY, "--dataset-path", str(dataset))
     assert "3 values" in sentence and "4 dimensions" in sentence
+
+
+def test_nearly_constant_dimension_stops_the_run_unless_allowed(refused, dataset, metaworld, tmp_path, capsys):
+    """One joint that stays at 1.569 ± 0.0005 would turn an ordinary value into a huge one."""
+    (dataset / "data").unlink()
+    table = pq.read_table(metaworld / "data" / "chunk-000" / "file-000.parquet")
+    state = np.stack(table["observation.state"].to_numpy())
+    state[:, 2] = 1.569 + 5e-4 * np.sin(np.arange(len(state)))
+    column = table.column_names.index("observation.state")
+    values = pa.array(list(state), table.schema.field("observation.state").type)
+    table = table.set_column(column, table.schema.field("observation.state"), values)
+    (dataset / "data" / "chunk-000").mkdir(parents=True)
+    pq.write_table(table, dataset / "data" / "chunk-000" / "file-000.parquet")
+    run = (*TINY, "--dataset-path", str(dataset))
+    sentence = refused(*run)
+    assert "state dimension 2 'z'" in sentence and "hardly moves" in sentence and "--allow-extreme-norm" in sentence
+    assert main([*run, "--allow-extreme-norm", "--dry-run", "--output-dir", str(tmp_path / "out")]) == 0
+    assert "hardly moves" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
