@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
 from vlaforge.data.schema import Batch, Contract, Draw
 
 
@@ -85,9 +86,10 @@ class EmbodiedModel(nn.Module, ABC):
         """The training loss. Pure: the same batch and draw give the same result, on any rank."""
 
     def encode_frozen(self, batch: Batch) -> Batch:
-        """The frozen start of a step: the batch with what frozen encoders read (pixels, token ids) replaced by what they
-        make of it. It uses no trained weight, records no gradient, and returns an encoded batch as it is. `loss` and
-        `act` call it themselves; the `overlap` pass calls it earlier, for the next batch, on a stream of its own."""
+        """The frozen start of a step: the batch with what frozen encoders read (pixels, token ids) replaced by what
+        they make of it. It uses no trained weight, records no gradient, and returns an encoded batch as it is. `loss`
+        and `act` call it themselves; the `overlap` pass calls it earlier, for the next batch, on its own stream.
+        """
         return batch
 
     @abstractmethod
