@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from vlaforge.runtime.console import duration
 from vlaforge.runtime.openloop import Prediction, table
@@ -79,6 +80,9 @@ def loss_curve(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> Non
     top.plot(steps, smooth(loss, max(len(loss) // 25, 5)), color=GOOD, linewidth=1.8, label="running mean")
     if len(loss) and loss.min() > 0 and loss.max() / loss.min() > 20:
         top.set_yscale("log")
+        top.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        top.yaxis.set_major_formatter("{x:g}")
+        top.yaxis.set_minor_formatter(NullFormatter())
     top.set_ylabel("loss", fontsize=9)
     top.set_title(title, fontsize=10, color=INK, loc="left")
     top.legend(frameon=False, fontsize=8)
@@ -212,7 +216,7 @@ def finish(
     opened = openloop_words(result) if result is not None else ""
     if opened:
         words += ["", opened]
-    write_page(folder, title, facts, {"Open loop": opened, **texts})
+    write_page(folder, title, facts, {"Open loop in numbers": opened, **texts})
     names = {
         "loss.png": "loss curve", "openloop.png": "open-loop picture", "openloop.json": "open-loop numbers",
         "report.html": "run page", "metrics.jsonl": "metrics", "config.yaml": "configuration", "log.txt": "log",
