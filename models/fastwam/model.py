@@ -269,7 +269,8 @@ class Model(EmbodiedModel):
     # ------------------------------------------------------------------------------------------------ structure
 
     def blocks(self) -> list[BlockGroup]:
-        return [BlockGroup("layers", tuple(f"layers.{i}" for i in range(self.config.layers)))]
+        names = tuple(f"layers.{i}" for i in range(self.config.layers))
+        return [BlockGroup("layers", names, methods=("texts", "extend", "act"))]
 
     def towers(self) -> dict[str, list[str]]:
         def tower(name: str) -> list[str]:
