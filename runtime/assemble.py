@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from vlaforge.data.errors import UserError
 from vlaforge.data.schema import Contract
 from vlaforge.graphs import Plan, StepParts, make_plan
 from vlaforge.graphs.passes.freeze import frozen_to_eval
+from vlaforge.runtime.adapter import attach, is_adapter
 from vlaforge.runtime.args import TrainingArgs
 from vlaforge.runtime.checkpoint import formats
 from vlaforge.runtime.checkpoint.weights import load_model, load_pretrained, own_layout
@@ -60,12 +62,18 @@ def build_model(setup: Setup, found: Path | None, note: Callable[[str], None]) -
     args, family = setup.args, setup.resolved.family
     model = family.model(setup.model_config)
     if found is not None:
-        load_model(model, formats.read(found, "model"), own_layout())
         note(f"Resuming from {found}")
+        if is_adapter(found) != args.use_lora:
+            kind, do = ("a LoRA adapter", "add") if is_adapter(found) else ("a whole model", "leave out")
+            raise UserError(f"Checkpoint '{found}' is {kind}: {do} --use-lora to resume it.")
+    if found is not None and not args.use_lora:
+        load_model(model, formats.read(found, "model"), own_layout())
     elif args.pretrained_checkpoint is not None:
         account = load_pretrained(model, family, args.pretrained_checkpoint, split_names(args.new_modules))
         note(f"Weights from {args.pretrained_checkpoint}\n  {account.text()}")
     program(args.trainer_type).prepare(model, setup)
+    if args.use_lora:
+        attach(model, args, found, note)
     return model.to(setup.device)
 
 
@@ -106,6 +114,7 @@ def build_plan(setup: Setup, model: nn.Module, groups: Sequence[Group]) -> Plan:
         frozen=frozenset(name for name, param in model.named_parameters() if not param.requires_grad),
         groups={name: group.name for group in groups for name in group.params},
         fp32_masters=setup.args.master_weights,
+        adapters=setup.args.use_lora,
     )
     return make_plan(model, setup.contract, options)
 

@@ -10,7 +10,7 @@ something else than it says.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -58,13 +58,13 @@ def _has_prefix(name: str, prefixes: set[str]) -> bool:
     return any(".".join(parts[:end]) in prefixes for end in range(1, len(parts)))
 
 
-def _nothing(model: nn.Module, selector: str, flag: str) -> UserError:
-    known = {path for path, _ in model.named_modules() if path} | set(getattr(model, "towers", dict)())
+def _nothing(model: nn.Module, selector: str, flag: str, also: Iterable[str] = ()) -> UserError:
+    known = {path for path, _ in model.named_modules() if path} | set(getattr(model, "towers", dict)()) | set(also)
     known |= {name for name, _ in model.named_parameters()}
     close = nearest(selector, known)
     tops = sorted({path.split(".")[0] for path in known})
     hint = f"did you mean {' or '.join(close)}?" if close else f"top-level names are {', '.join(tops)}."
-    return UserError(f"{flag}: '{selector}' matches no parameter of the model; {hint}")
+    return UserError(f"{flag}: '{selector}' matches no {'module' if also else 'parameter'} of the model; {hint}")
 
 
 def module_names(model: nn.Module, selector: str, flag: str) -> list[str]:
@@ -75,7 +75,7 @@ def module_names(model: nn.Module, selector: str, flag: str) -> list[str]:
     if not chosen:
         chosen = [path for path in paths if fnmatchcase(path, selector) or path.endswith("." + selector)]
     if not chosen:
-        raise _nothing(model, selector, flag)
+        raise _nothing(model, selector, flag, {path.rsplit(".", 1)[-1] for path in paths})
     return chosen
 
 

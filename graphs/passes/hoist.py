@@ -66,6 +66,8 @@ class Hoist(Pass):
         if len(places) > 1 or layers is None:
             return Decision(False, "which norm reads which condition cannot be told")
         dense = {name: model.get_submodule(name).dense for layer in layers for name in layer}
+        if any(type(projection) is not nn.Linear for projection in dense.values()):
+            return Decision(False, "adapters are attached to the norms' projections")
         groups = {context.options.groups.get(f"{name}.dense.weight") for name in dense}
         if len({(d.weight.requires_grad, d.weight.dtype) for d in dense.values()}) > 1 or len(groups) > 1:
             return Decision(False, "the norms' projections are trained differently")

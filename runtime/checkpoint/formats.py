@@ -1,5 +1,7 @@
 """Formats of a checkpoint's tensors: the groups ``model``, ``ema`` and ``optim``, each a mapping by name.
 
+With LoRA, ``adapter_model.safetensors`` stands in the model's place in every format.
+
 ========== =============================== ============================ =================================
 format     model                           ema                          optim
 ========== =============================== ============================ =================================
@@ -32,8 +34,9 @@ from vlaforge.runtime.checkpoint.files import Draft
 FORMATS = ("safetensors", "pt", "dcp")
 Format = Literal["safetensors", "pt", "dcp"]
 Groups = Mapping[str, Mapping[str, Tensor]]
-STEMS = {"model": "model", "ema": "ema", "optim": "training_state"}
+STEMS = {"model": "model", "adapter": "adapter_model", "ema": "ema", "optim": "training_state"}
 PT_NAMES = {"model": "pytorch_model.pt", "ema": "ema.pt"}
+SAFETENSORS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
 DCP = "dcp"
 
 # one process writing or reading alone is meant
@@ -42,8 +45,12 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 def write(draft: Draft, format: Format, groups: Groups, shard_bytes: int = files.SHARD_BYTES) -> None:
     """Writes all groups into the draft."""
+    if "adapter" in groups:  # peft reads nothing but safetensors
+        files.save(draft, STEMS["adapter"], groups["adapter"], shard_bytes=1 << 62)
+        groups = {name: tensors for name, tensors in groups.items() if name != "adapter"}
     if format == "dcp":
-        _write_dcp(draft, groups)
+        if groups:
+            _write_dcp(draft, groups)
         return
     for group, tensors in groups.items():
         if format == "pt" and group in PT_NAMES:
@@ -59,7 +66,7 @@ def format_of(folder: Path) -> Format:
         return "dcp"
     if (folder / PT_NAMES["model"]).is_file():
         return "pt"
-    if any((folder / f"model.safetensors{end}").is_file() for end in ("", ".index.json")):
+    if any((folder / name).is_file() for name in SAFETENSORS):
         return "safetensors"
     raise UserError(
         f"'{folder}' holds no weights: expected model.safetensors (or its index), pytorch_model.pt or dcp/."
@@ -68,7 +75,7 @@ def format_of(folder: Path) -> Format:
 
 def read(folder: Path, group: str) -> Mapping[str, Tensor] | None:
     """One group's tensors by name on the host, or None when the checkpoint has none."""
-    format = format_of(folder)
+    format = "safetensors" if group == "adapter" else format_of(folder)
     if format == "dcp":
         return read_dcp(folder / DCP, group)
     if format == "pt" and group in PT_NAMES:

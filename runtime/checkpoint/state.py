@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from vlaforge.data.errors import UserError
 from vlaforge.graphs.packing import join, split
+from vlaforge.runtime.adapter import CONFIG as ADAPTER
+from vlaforge.runtime.adapter import adapter_tensors
 from vlaforge.runtime.assemble import Parts
 from vlaforge.runtime.checkpoint import formats
 from vlaforge.runtime.checkpoint.store import Content
@@ -34,7 +36,8 @@ STATE, NORMALIZERS, CONFIG = "state.json", "normalizers.json", "config.yaml"
 
 def capture(setup: Setup, parts: Parts, ranks: Ranks, completed: int, metric: float | None) -> Content:
     """The checkpoint of this moment. Tensors are the live ones: write or copy them before the next step."""
-    groups = {"model": model_tensors(parts.model)}
+    lora = getattr(parts.model, "lora", None)
+    groups = {"model": model_tensors(parts.model)} if lora is None else {"adapter": adapter_tensors(parts.model)}
     if parts.ema is not None:
         groups["ema"] = split(parts.model, parts.ema.tensors())
     texts = {
@@ -43,6 +46,8 @@ def capture(setup: Setup, parts: Parts, ranks: Ranks, completed: int, metric: fl
         "plan.txt": parts.plan.text() + "\n",
         "plan.json": json.dumps(parts.plan.json(), indent=1) + "\n",
     }
+    if lora is not None:
+        texts[ADAPTER] = lora.to_json()
     if setup.args.save_training_state:
         groups["optim"] = by_key(partial(split, parts.model), parts.optimizer.state_tensors())
         texts[STATE] = json.dumps(_state(setup, parts, ranks, completed)) + "\n"

@@ -93,6 +93,11 @@ def open_weights(path: Path | str, group: str = "model") -> Mapping[str, Tensor]
         return formats.load_pt(path) if path.suffix in (".pt", ".pth", ".bin") else TensorFiles(path)
     if (path / MANIFEST).is_file() and (why := fault(path)) is not None:
         raise UserError(f"Checkpoint '{path}' is broken: {why}.")
+    if (path / "adapter_config.json").is_file() and group == "model":
+        raise UserError(
+            f"'{path}' is a LoRA adapter, not a model: give the base with --pretrained-checkpoint and this with "
+            "--use-lora --lora-adapter."
+        )
     stored = formats.read(path, group)
     if stored is None:
         raise UserError(f"Checkpoint '{path}' holds no '{group}' weights.")
@@ -133,8 +138,10 @@ def load_pretrained(model: nn.Module, family: Family, path: Path | str, new: Seq
             return found[1]
     stored = open_weights(path)
     layout = own_layout()
-    if not {canonical(name) for name in model.state_dict()} & set(stored):
-        layout = detect(family.part("convert").LAYOUTS, list(stored))
+    layouts = family.part("convert").LAYOUTS
+    # A few names may be the same in both (FastWAM's proprio_encoder): the layout that knows more keys is meant.
+    if len(set(state) & set(stored)) < max((one.recognised(stored) for one in layouts.values()), default=1):
+        layout = detect(layouts, list(stored))
     return load_model(model, stored, layout, new)
 
 
