@@ -1,0 +1,198 @@
+"""Our side of a training benchmark: a model, lowered by a plan, stepped as the trainer steps it.
+
+A side is anything with ``run(steps) -> Timed``; a peer in another interpreter is one too (`bench.peer`). `interleave`
+lets sides take turns, so that a noisy machine is noisy to all of them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import yaml
+
+from vlaforge.data.collate import trimmed
+from vlaforge.data.errors import UserError
+from vlaforge.data.schema import Contract, Minibatch, make_draw
+from vlaforge.graphs import Plan, PlanOptions, StepParts, make_plan
+from vlaforge.models import Family, family
+from vlaforge.runtime.config import resolve
+from vlaforge.runtime.guards import Guard, GuardConfig, LossScale
+from vlaforge.runtime.optim import Hyper, build_optimizer
+from vlaforge.runtime.params import build_groups
+from vlaforge.runtime.programs import FinetuneTrainer
+from vlaforge.runtime.ranks import Ranks
+from vlaforge.runtime.schedules import Schedule
+from vlaforge.runtime.step import Step
+
+CASES = Path(__file__).parent / "cases.yaml"
+LR, DECAY, CLIP = 2.5e-5, 0.01, 1.0
+"""Rate, weight decay and clip norm of both sides; AdamW with betas 0.9 and 0.95."""
+
+
+@dataclass
+class Timed:
+    """Seconds and loss of each step, in order."""
+
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+    def add(self, other: Timed) -> None:
+        self.seconds += other.seconds
+        self.losses += other.losses
+
+    def summary(self) -> dict[str, float]:
+        ordered = sorted(self.seconds)
+        return {
+            "p50": statistics.median(ordered),
+            "p95": ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))],
+            "min": ordered[0],
+            "n": len(ordered),
+        }
+
+
+class Side(Protocol):
+    name: str
+
+    def run(self, steps: int) -> Timed: ...
+
+
+@dataclass(frozen=True)
+class Case:
+    """One family's inputs: config, contract, batch size, and minibatches on the CPU, with nothing cut yet."""
+
+    family: Family
+    name: str
+    config: Any
+    contract: Contract
+    batch_size: int
+    minibatches: tuple[Minibatch, ...]
+    valid: Mapping[str, int]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Filled entries of each trimmable mask, for the cost model."""
+        masks = {trim.mask for trim in self.contract.trims}
+        return {name: count for name, count in self.valid.items() if name in masks}
+
+
+def load_case(model: str, name: str, batches: int = 2, preset: str = "midsize", batch_size: int | None = None) -> Case:
+    """The case `name` of the family `model`; UserError when the family has none."""
+    chosen = family(model)
+    cases = yaml.safe_load(CASES.read_text())
+    if chosen.name not in cases or preset not in chosen.presets():
+        ready = ", ".join(sorted(cases))
+        raise UserError(f"There is no training benchmark for '{chosen.name}' yet: bench/cases.yaml has {ready}.")
+    if name not in cases[chosen.name]:
+        raise UserError(f"Unknown case '{name}': {chosen.name} has as_shipped and tight.")
+    case = cases[chosen.name][name]
+    overrides = [f"model.{key}={value}" for key, value in case.get("model", {}).items()]
+    config = resolve(["--model", chosen.name, "--preset", preset, *overrides]).model_config
+    contract = chosen.model.contract(config)
+    size = batch_size or cases[chosen.name]["batch_size"]
+    made = tuple(make_minibatch(contract, size, seed, case.get("valid", {})) for seed in range(batches))
+    return Case(chosen, name, config, contract, size, made, case.get("valid", {}))
+
+
+def make_minibatch(contract: Contract, size: int, seed: int, valid: Mapping[str, int]) -> Minibatch:
+    """A synthetic micro-batch whose masks are filled as `valid` says: ``mask`` its first axis, ``mask.-1`` its last."""
+    batch = contract.synthetic(size, seed)
+    for key, count in valid.items():
+        name, _, axis = key.partition(".")
+        mask = batch[name]
+        mask.narrow(int(axis or 1), count, mask.shape[int(axis or 1)] - count).fill_(False)
+    ids = range(seed * size, (seed + 1) * size)
+    return Minibatch(batch, make_draw(contract.draws, ids, seed=0, epoch=0), torch.tensor(list(ids)))
+
+
+def fresh_model(case: Case, seed: int = 0, device: torch.device | str = "cpu") -> Any:
+    """The case's model with random weights, none of them zero, so that no branch can hide."""
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = case.family.model(case.config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not bool(parameter.any()):
+                torch.nn.init.normal_(parameter, std=0.02)
+    return model
+
+
+class Ours:
+    """`model` under the plan for `options`, with AdamW on fp32 masters.
+
+    Args:
+        state: weights to start from; None keeps the model's own.
+    """
+
+    def __init__(self, name: str, case: Case, options: PlanOptions, state: Mapping[str, torch.Tensor] | None = None):
+        self.name, self.case = name, case
+        cuda = options.device_kind.cuda and torch.cuda.is_available()
+        self.device = torch.device("cuda" if cuda else "cpu")
+        model = fresh_model(case, device=self.device)
+        if state is not None:
+            model.load_state_dict(dict(state))
+        self.plan: Plan = make_plan(model, case.contract, replace(options, batch_size=case.batch_size))
+        self.plan.lower(model)
+        model.train()
+        groups = build_groups(model, lr=LR, floor=0.0, weight_decay=DECAY)
+        optimizer = build_optimizer("AdamW", groups, Hyper())
+        step = Step(
+            FinetuneTrainer(),
+            model,
+            model,
+            optimizer,
+            Schedule("constant", warmup=0, total=1000),
+            ranks=Ranks(),
+            guard=Guard(GuardConfig(), self.device),
+            loss_scale=LossScale(False, self.device),
+            clip=CLIP,
+        )
+        cut = [replace(m, batch=trimmed(m.batch, self.plan.trims)) for m in case.minibatches]
+        loader = _Turns([m.pin_memory() for m in cut] if cuda else cut)
+        parts = self.plan.lower_step(StepParts(model, step, loader, optimizer, self.device))
+        self.model, self.optimizer = model, optimizer
+        self._step, self._feed = parts.step, iter(parts.loader)
+
+    def run(self, steps: int) -> Timed:
+        """`steps` training steps, each on the next batch in turn; the host waits for each."""
+        timed = Timed()
+        for _ in range(steps):
+            began = time.perf_counter()
+            minibatch = next(self._feed)
+            if next(iter(minibatch.batch.values())).device.type != self.device.type:
+                minibatch = minibatch.to(self.device)
+            loss = float(self._step([minibatch])["loss"])
+            timed.seconds.append(time.perf_counter() - began)
+            timed.losses.append(loss)
+        return timed
+
+    def close(self) -> None:
+        del self.model, self.optimizer, self._step, self._feed
+
+
+class _Turns:
+    """Gives its minibatches in turn, forever."""
+
+    def __init__(self, minibatches: Sequence[Minibatch]):
+        self.minibatches = minibatches
+
+    def __iter__(self) -> Any:
+        while True:
+            yield from self.minibatches
+
+
+def interleave(
+    sides: Sequence[Side], rounds: int, steps: int, warmup: int
+) -> tuple[dict[str, Timed], dict[str, Timed]]:
+    """(warm-up, measured) by side: `warmup` steps each, then `rounds` turns of `steps` steps each."""
+    warm = {side.name: side.run(warmup) for side in sides}
+    measured = {side.name: Timed() for side in sides}
+    for _ in range(rounds):
+        for side in sides:
+            measured[side.name].add(side.run(steps))
+    return warm, measured
