@@ -90,12 +90,12 @@ def test_padding_at_the_end_of_an_episode(online):
 
 
 def test_normalised_values_are_clamped(online):
-    """The state's fourth dimension does not vary in this episode, so it is 0 whatever comes."""
+    """The gripper does not vary in this episode, so it is 0 whatever comes."""
     raw = {**read(online, 0), STATE: np.full(4, 1e3, np.float32), ACTION: np.full((16, 4), -1e3, np.float32)}
     fields = online.processing.sample(raw, sample_rng(0, 0, 0, "augment"), True)
-    assert fields["state"].tolist() == [5.0] * 3 + [0.0] * 5 and (fields["actions"][:, :4] == -5.0).all()
+    assert fields["state"].tolist() == [5.0] * 3 + [0.0] * 5 and (fields["actions"][:, :3] == -5.0).all()
     free = remade(online, {"clip": None}).sample(raw, sample_rng(0, 0, 0, "augment"), True)
-    assert (free["actions"][:, :4] < -100).all()
+    assert (free["actions"][:, :3] < -100).all()
 
 
 def test_prompts(online):
