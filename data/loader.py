@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -184,7 +187,7 @@ class Loader:
             self._cursor = self.schedule.next(self._cursor, self.rank)[1]
             self._running = None
             raise
-        except RuntimeError as error:
+        except (RuntimeError, OSError, EOFError) as error:  # what a dead worker had sent cannot be read either
             self.close()
             if not self._options["num_workers"]:
                 raise
@@ -202,8 +205,12 @@ class Loader:
 
     def close(self) -> None:
         """Ends the workers and drops what was prefetched; the cursor stays. Iterating starts new ones."""
-        self._running = None
-        self._torch_loader = None
+        workers = getattr(self._torch_loader, "_iterator", None)
+        self._running = self._torch_loader = None
+        if workers is not None:
+            # Deleting it would do, but an exception's traceback may hold it, and until it is shut down torch raises
+            # the death of one of its workers again at every later SIGCHLD.
+            workers._shutdown_workers()
 
     def __enter__(self) -> Loader:
         return self
@@ -232,7 +239,22 @@ class Loader:
                 persistent_workers=True,
                 **self._options,
             )
-        return iter(self._torch_loader)
+        with _child_signal_kept():
+            return iter(self._torch_loader)
+
+
+@contextmanager
+def _child_signal_kept() -> Iterator[None]:
+    """Undoes what a starting DataLoader does to SIGCHLD: its handler raises in the main thread wherever that happens to
+    be, in the middle of an optimiser update or a checkpoint. A dead worker is noticed at the next batch all the same.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGCHLD) if main and hasattr(signal, "SIGCHLD") else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGCHLD, before)
 
 
 class _Restartable:
