@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import multiprocessing
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,7 +18,16 @@ from vlaforge.data.errors import UserError
 from vlaforge.data.normalize import NormalizerSet
 from vlaforge.data.readers import open_dataset
 from vlaforge.data.sketch import Accumulator, Sketch
-from vlaforge.data.statistics import Computed, StatisticsSpec, cache_folder, cached, compute, sample_rows, statistics_of
+from vlaforge.data.statistics import (
+    Computed,
+    StatisticsSpec,
+    cache_folder,
+    cached,
+    compute,
+    sample_rows,
+    statistics_of,
+    to_json,
+)
 
 
 class Table(Dataset):
@@ -279,26 +286,23 @@ def test_a_folder_that_cannot_be_written_is_no_fault(tmp_path):
     assert "cannot be written" in made.origin and "action" in made.values
 
 
-TWO = """
-import sys
-from vlaforge.data.readers import open_dataset
-from vlaforge.data.statistics import StatisticsSpec, cached, to_json
-sys.stdin.readline()
-print(hash(to_json(cached(open_dataset(sys.argv[1]), StatisticsSpec()).values)))
-"""
+def _compute_together(barrier, results, folder: Path) -> None:
+    barrier.wait(30)
+    results.put(to_json(cached(Table(walks(0), walks(1)), StatisticsSpec(), folder).values))
 
 
-def test_two_processes_at_once_leave_one_whole_file(metaworld, tmp_path):
-    environment = {**os.environ, "VLAFORGE_CACHE": str(tmp_path), "PYTHONHASHSEED": "0"}
-    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
-    both = [subprocess.Popen([sys.executable, "-c", TWO, str(metaworld)], **options) for _ in range(2)]
+def test_two_processes_at_once_leave_one_whole_file(tmp_path):
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(2), context.Queue()
+    both = [context.Process(target=_compute_together, args=(barrier, results, tmp_path)) for _ in range(2)]
     for process in both:
-        process.stdin.write("\n")
-        process.stdin.flush()
-    printed = {process.communicate(timeout=60)[0] for process in both}
-    assert len(printed) == 1 and printed.pop().strip()
-    (file,) = (tmp_path / "statistics").iterdir()
-    assert set(json.loads(file.read_text())) == {"action", "observation.state"}
+        process.start()
+    printed = {results.get(timeout=60) for _ in both}
+    for process in both:
+        process.join(30)
+        assert process.exitcode == 0
+    (file,) = tmp_path.iterdir()
+    assert printed == {file.read_text()}
 
 
 def test_cache_folder_comes_from_the_environment(monkeypatch, tmp_path):
