@@ -138,6 +138,9 @@ class TrainingArgs:
     plan: bool = lower(False, "Print the plan of optimisations, then stop")
     with_passes: tuple[str, ...] = lower((), "Passes to turn on", name="with", example="PASS,...")
     without_passes: tuple[str, ...] = lower((), "Passes to turn off", name="without", example="PASS,...")
+    remat: str = lower("none", "What the backward computes again instead of keeping it: parts of a block, or all of it",
+                       choices=["none", "selective", "full"])
+    buckets: int = lower(0, "With fixed shapes: round lengths up to a multiple of this; 0 is the model's own", low=0)
     fuel: int | None = lower(None, "Apply only the first N changes of the plan, to find a faulty one", low=0)
     device_kind: str | None = lower(None, "Device to plan for with --plan or --dry-run; unset, this one",
                                     example="cpu|cuda|h200")

@@ -170,6 +170,8 @@ def plan_options(args: TrainingArgs, device: torch.device) -> PlanOptions:
         dtype=args.dtype,
         device=kind,
         compile="on" if args.compile else "off",
+        remat=args.remat,
+        buckets=args.buckets,
         batch_size=args.per_device_batch_size,
         accumulate=args.gradient_accumulation_steps,
         with_=args.with_passes,
@@ -194,12 +196,17 @@ def memory_report(setup: Setup) -> str:
 
 def advice(args: TrainingArgs, activations: bool) -> str:
     """What to change when a run does not fit."""
+    ways = []
+    if activations and args.remat != "full":
+        ways.append(f"recompute with --remat {'selective' if args.remat == 'none' else 'full'}")
     if activations and args.per_device_batch_size > 1:
-        return (
-            f"This does not fit: halve --per-device-batch-size to {args.per_device_batch_size // 2} and double "
-            f"--gradient-accumulation-steps to {2 * args.gradient_accumulation_steps}, which trains the same."
+        ways.append(
+            f"halve --per-device-batch-size to {args.per_device_batch_size // 2} and double "
+            f"--gradient-accumulation-steps to {2 * args.gradient_accumulation_steps}, which trains the same"
         )
-    return "This does not fit: weights, gradients and optimiser alone are too large for the device."
+    if not activations:
+        ways.append("shard it over several devices (--distributed-strategy fsdp), or train LoRA adapters (--use-lora)")
+    return f"This does not fit: {', or '.join(ways) or 'the batch is as small as it can be'}."
 
 
 def _machine_memory() -> float:
