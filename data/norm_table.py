@@ -124,13 +124,15 @@ def text(rows: Iterable[Row]) -> str:
 
 
 def check(rows: Iterable[Row], allow_extreme: bool = False) -> list[str]:
-    """One sentence for each dimension that stops a run. UserError with the first unless they are allowed."""
+    """One sentence for each dimension that stops a run. UserError with the first, and the table, unless they are
+    allowed."""
+    rows = list(rows)
     problems = [_problem(row) for row in rows if row.stops]
     if problems and not allow_extreme:
         more = f" ({len(problems) - 1} more in the table)" if len(problems) > 1 else ""
         raise UserError(
             f"{problems[0]}{more}. Leave the dimension out, choose another normalisation, or train anyway with "
-            f"--allow-extreme-norm."
+            f"--allow-extreme-norm.\n\n{text(rows)}"
         )
     return problems
 

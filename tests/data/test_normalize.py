@@ -181,8 +181,9 @@ def test_a_dimension_that_hardly_moves_stops_the_run():
     assert [row.flag for row in found] == ["", "near-constant", ""]
     assert 0.01 < found[0].outside < 0.03
     assert "near-constant" in text(found) and "wrist" in text(found)
-    with pytest.raises(UserError, match=r"dimension 1 'wrist'.*--allow-extreme-norm"):
+    with pytest.raises(UserError, match=r"dimension 1 'wrist'.*--allow-extreme-norm") as stopped:
         check(found)
+    assert text(found) in str(stopped.value)  # the run shows its table as it stops
     assert len(check(found, allow_extreme=True)) == 1
 
 
