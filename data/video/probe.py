@@ -63,11 +63,14 @@ def _try(backend: str, path: str) -> str | None:
     except DecodeError as error:
         return str(error)
     except ImportError as error:
-        return f"{error} (pip install {_PACKAGES[backend]})."
+        return f"{_first_line(error)} (pip install {_PACKAGES[backend]})."
     except Exception as error:  # a package that is there but broken: missing FFmpeg libraries, ABI mismatch
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+        return f"{type(error).__name__}: {_first_line(error)}"
     return None
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
 
 
 def _version(backend: str) -> str:
