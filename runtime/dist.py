@@ -39,9 +39,9 @@ def launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def restarted() -> bool:
-    """Whether torchrun has started this job's ranks before."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+def restarts() -> int:
+    """How often torchrun has started this job's ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def own_device(device: torch.device) -> torch.device:
@@ -66,14 +66,16 @@ class ProcessRanks(Ranks):
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         try:
-            dist.init_process_group(backend, timeout=self.timeout)
+            store, rank, world = next(dist.rendezvous("env://", timeout=self.timeout))
+            # The launcher keeps its store over restarts: without a prefix the dead ranks' addresses would be found.
+            store = dist.PrefixStore(f"forge/{restarts()}", store)
+            dist.init_process_group(backend, timeout=self.timeout, store=store, rank=rank, world_size=world)
         except (RuntimeError, ValueError) as error:
             raise UserError(f"The ranks could not be joined: {error}") from error
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.strategy = strategy_of(args, self.world)
-        self._store = dist.distributed_c10d._get_default_store()
         self._shard_group: dist.ProcessGroup | None = None
-        self._beat = _Heartbeat(self._store, self.rank)
+        self._beat = _Heartbeat(store, self.rank)
 
     def __enter__(self) -> ProcessRanks:
         self._beat.start()
@@ -81,7 +83,7 @@ class ProcessRanks(Ranks):
 
     def __exit__(self, kind: Any, *_: object) -> None:
         self._beat.stop()
-        # After a fault the others may be in a collective that never ends: leave them to the launcher.
+        # After a fault the others may be in a collective that never ends: they are the launcher's.
         if kind is None and dist.is_initialized():
             dist.destroy_process_group()
 

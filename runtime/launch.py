@@ -34,7 +34,7 @@ def launch(args: TrainingArgs, argv: Sequence[str]) -> int:
     Raises UserError when more ranks than GPUs are asked for.
     """
     import torch
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -58,6 +58,9 @@ def launch(args: TrainingArgs, argv: Sequence[str]) -> int:
     try:
         elastic_launch(config, command[0])(*command[1:])
         return 0
+    except SignalException as error:
+        print(f"forge-run: the job was ended by {error.sigval.name}; its ranks saved what they could.", file=sys.stderr)
+        return 128 + int(error.sigval)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         print(failure_text(rank, failure.exitcode, _last_words(logs, rank)), file=sys.stderr)

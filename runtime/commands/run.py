@@ -7,8 +7,10 @@ Exit codes: 0 done, 1 the run failed, 2 something given cannot be used, 130 inte
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -54,11 +56,16 @@ def run(given: Given, argv: Sequence[str] = ()) -> int:
     if given.help:
         print(help_text(TrainingArgs, INTRO, OUTRO + _settings_help(given)), end="")
         return 0
-    resolved = resolve_given(given)
+    resolved = resolve_given(of_run(given))
     if resolved.args.print_config:
         print(resolved.to_yaml(), end="")
         return 0
     console = Console()
+    if resolved.args.export is not None:
+        from vlaforge.runtime.export import export
+
+        export(resolved, console.say)
+        return 0
     if resolved.args.plan:
         return show_plan(resolved, console)
     if resolved.args.dry_run:
@@ -70,6 +77,15 @@ def run(given: Given, argv: Sequence[str] = ()) -> int:
     return train_as_rank(resolved) if dist.launched() else train(resolved, console)
 
 
+def of_run(given: Given) -> Given:
+    """With ``--export`` alone, the configuration is the run's own: the one in its ``--output-dir``."""
+    saved = Path(given.flags.get("output_dir") or TrainingArgs().output_dir) / "config.yaml"
+    if given.flags.get("export") and not given.flags.get("config_file") and saved.is_file():
+        given.flags["config_file"] = str(saved)
+        given.spelled["config_file"] = "the run's config.yaml"
+    return given
+
+
 def train_as_rank(resolved: Resolved) -> int:
     """This process's part of a job of several ranks. A restarted job resumes by itself."""
     from vlaforge.runtime import dist
@@ -78,11 +94,19 @@ def train_as_rank(resolved: Resolved) -> int:
 
     args = resolved.args
     device = dist.own_device(pick_device(args.device))
-    if dist.restarted() and Checkpoints(Path(args.output_dir) / "checkpoints").newest() is not None:
+    if dist.restarts() and Checkpoints(Path(args.output_dir) / "checkpoints").newest() is not None:
         args = replace(args, resume=True)
     resolved = replace(resolved, args=args)
     with dist.ProcessRanks(args, device) as ranks:
-        return train(resolved, Console(quiet=not ranks.leads), ranks)
+        try:
+            return train(resolved, Console(quiet=not ranks.leads), ranks)
+        except UserError:
+            raise
+        except Exception:
+            traceback.print_exc()
+            print(f"forge-run: rank {ranks.rank} stopped. {ranks.absent()}", file=sys.stderr, flush=True)
+            # Ending in the ordinary way would wait for collectives that never complete.
+            os._exit(1)
 
 
 def _settings_help(given: Given) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+
 from vlaforge.runtime.args import TrainingArgs
 from vlaforge.runtime.config import resolve_given
 from vlaforge.runtime.dist import ProcessRanks, launched
@@ -39,7 +40,7 @@ def run(argv, ranks):
     if traffic:
         traffic.hook(trainer)
     trainer.train()
-    weights = [p for p in trainer.parts.model.parameters()]
+    weights = list(trainer.parts.model.parameters())
     moments = [t for leaf in trainer.parts.optimizer.leaves for t in leaf.state.values()]
     result = {"weights": local_bytes(weights), "optimizer": local_bytes(moments)}
     if traffic:
@@ -50,7 +51,9 @@ def run(argv, ranks):
 class Traffic:
     """Bytes that this rank hands to each collective in the last step, by the collective's name."""
 
-    NAMES = ("all_reduce", "all_gather_single", "all_gather_into_tensor", "reduce_scatter_tensor", "reduce_scatter_single")
+    NAMES = (
+        "all_reduce", "all_gather_single", "all_gather_into_tensor", "reduce_scatter_tensor", "reduce_scatter_single",
+    )  # fmt: skip
 
     def __init__(self):
         self.bytes: dict[str, int] = {}

@@ -43,7 +43,7 @@ def runs(world: int) -> dict[str, list[str]]:
     return {
         f"{strategy}-{how}-{what}": [
             *BASE, "--per-device-batch-size", str(TOTAL // world), *strategies[strategy], *COMPILE[how], *TRAIN[what],
-        ]  # fmt: skip
+        ]
         for strategy, how, what in product(strategies, COMPILE, TRAIN)
     }
 
@@ -75,7 +75,7 @@ def alone(tmp_path_factory):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_same_numbers(world, alone, tmp_path):
-    """Losses and gradient norms of 5 steps, for each strategy, eager and compiled, full, LoRA and with a frozen tower."""
+    """Losses and gradient norms of 5 steps: each strategy, eager and compiled, full, LoRA and with a frozen tower."""
     together = take(world, runs(world), tmp_path)
     assert len(together) == 6 * (4 if world == 4 else 3)
     for name, result in together.items():
@@ -87,7 +87,7 @@ def test_same_numbers(world, alone, tmp_path):
 def test_memory_is_shared(tmp_path):
     """ZeRO-1 and FSDP hold about 1/N of the optimiser, FSDP of the weights, too; DDP holds all of it."""
     jobs = {name: [*BASE, "--per-device-batch-size", "2", *STRATEGIES[name]] for name in ("ddp", "zero1", "fsdp")}
-    jobs = {name: argv + ["model.vocab_size=1024", "model.language.mlp_dim=256"] for name, argv in jobs.items()}
+    jobs = {name: [*argv, "model.vocab_size=1024", "model.language.mlp_dim=256"] for name, argv in jobs.items()}
     held = {name: result["ranks"] for name, result in take(4, jobs, tmp_path).items()}
     whole = held["ddp"][0]
     for name in ("zero1", "fsdp"):
