@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from vlaforge.data.errors import UserError
-from vlaforge.data.readers.lerobot.files import read_json, read_lines, read_table
+from vlaforge.data.readers.lerobot.files import read_json, read_lines, read_schema, read_table
 from vlaforge.data.video import Expected
 
 CHECK = "run `forge-data check` on it for the whole list"
@@ -160,12 +160,11 @@ class V30(Layout):
         ]
         rows: list[dict[str, Any]] = []
         for path in self._episode_files():
-            table = read_table(path)
-            names = set(table.schema.names)
+            names = [name for name in read_schema(path).names if not name.startswith("stats/")]
             missing = [name for name in wanted if name not in names and name != "tasks"]
             if missing:
                 raise UserError(f"{path} lacks the columns {', '.join(missing)} of LeRobot {self.version}: {CHECK}.")
-            table = table.select([name for name in table.schema.names if not name.startswith("stats/")])
+            table = read_table(path, names)
             rows += [{"tasks": (), **row} for row in table.to_pylist()]
         if not rows:
             raise UserError(f"{self.root / 'meta/episodes'} holds no chunk-*/file-*.parquet with episodes.")
