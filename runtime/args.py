@@ -130,6 +130,12 @@ class TrainingArgs:
     async_save: bool = save(False, "Write checkpoints in the background, from a copy")
     save_total_limit: int | None = save(None, "Newest checkpoints to keep, besides the best; unset, all", low=1)
     save_rehearsal: bool = save(True, "Save, read back and compare a checkpoint before the first step")
+    export: str | None = save(None, "Write the newest checkpoint (or --pretrained-checkpoint) in this form, then stop",
+                              example="safetensors|pt|dcp|lerobot|openpi|...")
+    export_dir: str | None = save(None, "Folder of the export; unset, export/FORMAT of --output-dir", example="DIR")
+    export_dtype: str | None = save(None, "Precision of the export; unset, the checkpoint's",
+                                    choices=["float32", "bfloat16", "float16"])
+    export_average: bool = save(True, "Export the averaged weights, where the run kept some")
     new_modules: str = save("", "Parameters that --pretrained-checkpoint need not have: paths or patterns",
                             example="action_in,action_out")
 
@@ -183,6 +189,7 @@ class TrainingArgs:
     profile_output_dir: str | None = trace(None, "Folder of traces; none is profiler/ of --output-dir",
                                           example="DIR")
 
+    world: int | None = ranks(None, "With --plan: memory, traffic and time of each strategy on so many devices", low=2)
     nproc: int = ranks(1, "Ranks to start on this machine, as torchrun does; 1 starts none", low=1)
     max_restarts: int = ranks(0, "With --nproc, restarts after a failure; each resumes by itself", low=0)
     distributed_timeout_minutes: float = ranks(10.0, "How long a rank waits for the others", above=0)

@@ -128,7 +128,15 @@ def show_plan(resolved: Resolved, console: Console) -> int:
     options = plan_options(resolved.args, pick_device(resolved.args.device))
     with torch.device("meta"):
         model = resolved.family.model(resolved.model_config)
-    console.say(make_plan(model, resolved.family.model.contract(resolved.model_config), options).text())
+    contract = resolved.family.model.contract(resolved.model_config)
+    console.say(make_plan(model, contract, options).text())
+    if resolved.args.world is not None:
+        from vlaforge.graphs.scale import table, workload
+
+        if not options.device_kind.cuda:
+            raise UserError("--world compares strategies on GPUs: name one with --device-kind, such as h200.")
+        console.say()
+        console.say(table(workload(model, contract, options), resolved.args.world, options.device_kind))
     return 0
 
 
