@@ -29,7 +29,7 @@ from vlaforge.runtime.values import build, coerce, defaults, is_union, parse_tex
 
 SAMPLES = Path(__file__).resolve().parents[1] / "data" / "samples"
 """The bundled datasets; ``${samples}`` in a configuration file."""
-NOT_SAVED = ("config_file", "print_config", "dry_run", "plan", "resume")
+NOT_SAVED = ("config_file", "print_config", "dry_run", "plan", "resume", "export")
 """What one call asked for, and a saved configuration must not ask for again."""
 
 

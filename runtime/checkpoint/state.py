@@ -43,9 +43,12 @@ def capture(setup: Setup, parts: Parts, ranks: Ranks, completed: int, metric: fl
     texts = {
         CONFIG: setup.resolved.to_yaml(),
         NORMALIZERS: setup.normalizers.to_json(),
+        "dataset.json": json.dumps(_dataset(setup), indent=1) + "\n",
         "plan.txt": parts.plan.text() + "\n",
         "plan.json": json.dumps(parts.plan.json(), indent=1) + "\n",
     }
+    if setup.statistics is not None:
+        texts["statistics.json"] = json.dumps(_plain(setup.statistics.values), indent=1) + "\n"
     if lora is not None:
         texts[ADAPTER] = lora.to_json()
     if setup.args.save_training_state:
@@ -55,6 +58,31 @@ def capture(setup: Setup, parts: Parts, ranks: Ranks, completed: int, metric: fl
     if setup.tokenizer is not None:
         copies["tokenizer.json"] = Path(setup.tokenizer.path)
     return Content(completed, groups, texts, copies, _about(setup, metric))
+
+
+def _dataset(setup: Setup) -> dict[str, Any]:
+    """What the data looked like: for serving, and for exports that name it."""
+    info = setup.dataset.info
+    used = [name for name in getattr(setup.processing, "cameras", info.cameras) if name is not None]
+    return {
+        "path": str(info.path),
+        "format": f"{info.format} {info.version}",
+        "fingerprint": setup.dataset.fingerprint(),
+        "fps": info.fps,
+        "cameras": {n: {"height": info.cameras[n].height, "width": info.cameras[n].width} for n in used},
+        "action_dim": info.action_dim,
+        "state_dim": info.state_dim,
+        "action_names": list(info.action_names),
+        "state_names": list(info.state_names),
+        "robot_type": info.robot_type,
+    }
+
+
+def _plain(values: Any) -> Any:
+    """Statistics as lists for JSON."""
+    if isinstance(values, Mapping):
+        return {key: _plain(value) for key, value in values.items()}
+    return values.tolist() if hasattr(values, "tolist") else values
 
 
 def _state(setup: Setup, parts: Parts, ranks: Ranks, completed: int) -> dict[str, Any]:

@@ -1,0 +1,151 @@
+"""Exports: what is written is what was meant, in every form; an official one works in the official code."""
+
+import json
+import os
+import subprocess
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from vlaforge.data.collate import collate
+from vlaforge.data.errors import UserError
+from vlaforge.data.schema import IMAGES, STATE, TASK, Draw
+from vlaforge.models.pi05.convert import LAYOUTS
+from vlaforge.runtime.checkpoint import formats
+from vlaforge.runtime.checkpoint.weights import model_tensors
+from vlaforge.runtime.commands.run import main
+from vlaforge.runtime.config import resolve
+from vlaforge.runtime.export import export
+
+
+def exported(trainer, *flags):
+    """Exports a run through its own saved configuration, and returns the folder."""
+    held = trainer.checkpoint / "config.yaml"
+    notes = []
+    path = export(resolve(["--config-file", str(held), *flags]), notes.append)
+    return path, notes
+
+
+@pytest.mark.parametrize("format", [*formats.FORMATS, "lerobot", "openpi"])
+def test_every_form_holds_the_same_weights(runs, format):
+    trainer = runs("--train-iters", "2")
+    path, notes = exported(trainer, "--export", format)
+    wanted = model_tensors(trainer.model)
+    if format in formats.FORMATS:
+        found = formats.read(path, "model")
+        assert formats.read(path, "optim") is None and (path / "normalizers.json").is_file()
+    else:
+        shapes = {name: value.shape for name, value in wanted.items()}
+        found, account = LAYOUTS[format].load(load_file(path / "model.safetensors"), shapes)
+        assert not account.new
+    assert set(found) == set(wanted) and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert "tensors" in notes[-1]
+    with pytest.raises(UserError, match="is there already"):
+        exported(trainer, "--export", format)
+
+
+@pytest.mark.parametrize("trained", ["float32", "bfloat16"])
+@pytest.mark.parametrize("wanted", ["float32", "bfloat16"])
+def test_precision_is_what_was_asked_for(runs, trained, wanted):
+    """The file's header says so, integers stay integers, and the live model is as it was."""
+    trainer = runs("--train-iters", "1", "--dtype", trained)
+    before = {name: value.dtype for name, value in model_tensors(trainer.model).items()}
+    path, _ = exported(trainer, "--export", "safetensors", "--export-dtype", wanted)
+    with safe_open(path / "model.safetensors", framework="pt") as file:
+        kinds = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    assert kinds == {{"float32": "F32", "bfloat16": "BF16"}[wanted]}
+    assert {name: value.dtype for name, value in model_tensors(trainer.model).items()} == before
+
+
+def test_averages_are_exported_unless_told_otherwise(runs):
+    trainer = runs("--ema-decay", "0.9", "--lr-base", "1e-3")
+    average = formats.read(trainer.checkpoint, "ema")
+    path, notes = exported(trainer, "--export", "safetensors")
+    other, _ = exported(
+        trainer, "--export", "safetensors", "--export-dir", str(runs.folder / "last"), "--no-export-average"
+    )
+    a, b = formats.read(path, "model"), formats.read(other, "model")
+    assert torch.equal(a["action_in.weight"], average["action_in.weight"])
+    assert torch.equal(b["action_in.weight"], trainer.model.action_in.weight)
+    assert not torch.equal(a["action_in.weight"], b["action_in.weight"]) and "averaged" in notes[0]
+
+
+def test_adapters_are_merged_and_the_result_is_equal(runs):
+    base = runs("--train-iters", "1")
+    flags = ["--use-lora", "--lora-r", "4", "--pretrained-checkpoint", str(base.folder), "--lr-base", "3e-3"]
+    trainer = runs(*flags)
+    path, notes = exported(trainer, "--export", "safetensors")
+    assert any("Adapters merged: the loss on a synthetic batch differs by" in note for note in notes)
+    merged = formats.read(path, "model")
+    assert set(merged) == set(model_tensors(base.model))
+    module = trainer.model.layers[0].expert.qkv.q_proj
+    torch.testing.assert_close(merged["layers.0.expert.qkv.q_proj.weight"], module.weight.data + module.delta())
+    again = runs("--pretrained-checkpoint", str(path), "--train-iters", "1", "--lr-base", "1e-9")
+    assert "0 new by name" in next(note for note in runs.hooks.notes if note.startswith("Weights from"))
+    assert again.completed == 1
+
+
+def test_the_command_needs_only_the_folder(runs, capsys):
+    trainer = runs("--train-iters", "1")
+    trainer.setup.resolved.save(trainer.folder / "config.yaml")  # as forge-run does
+    assert main(["--export", "openpi", "--output-dir", str(trainer.folder)]) == 0
+    assert "Exported" in capsys.readouterr().out
+    assert main(["--export", "lerobt", "--output-dir", str(trainer.folder)]) == 2
+    assert "did you mean 'lerobot'" in capsys.readouterr().err
+    stats = json.loads((trainer.folder / "export/openpi/assets/vlaforge/norm_stats.json").read_text())["norm_stats"]
+    assert stats["actions"]["q01"] == pytest.approx(trainer.setup.normalizers.get("action").a.tolist())
+    with pytest.raises(UserError, match="no whole checkpoint"):
+        export(resolve(["--model", "pi05", "--export", "pt", "--output-dir", str(runs.folder / "no")]), print)
+
+
+PEER = os.environ.get("VLAFORGE_PEER_PYTHON")
+
+
+@pytest.mark.skipif(PEER is None, reason="set VLAFORGE_PEER_PYTHON to an interpreter with LeRobot 0.6.1")
+def test_lerobots_policy_gives_the_same_actions(runs, root, tmp_path):
+    """Raw frames, state and task through LeRobot's pipelines and policy, and through ours: the same robot actions."""
+    trainer = runs("--lr-base", "1e-3", "data.normalization_convention=lerobot", "--train-iters", "8")
+    setup, model = trainer.setup, trainer.model.eval()
+    path, _ = exported(trainer, "--export", "lerobot")
+    samples = [setup.dataset.get(position, setup.processing.needs()) for position in (0, 40, 111)]
+    generator = torch.Generator().manual_seed(3)
+    noise = torch.randn(3, 1, *setup.contract.draws["noise"].shape, generator=generator)[:, 0]
+    given = {"noise": noise, STATE: torch.stack([torch.from_numpy(s[STATE]) for s in samples])}
+    for name in setup.processing.cameras:
+        frames = np.stack([s[IMAGES + name] for s in samples])
+        given[IMAGES + name] = torch.from_numpy(frames).permute(0, 3, 1, 2).float().div(255).contiguous()
+    save_file(given, tmp_path / "observations.safetensors")
+    job = {
+        "root": str(root),
+        "export": str(path),
+        "sizes": asdict(setup.model_config),
+        "tokenizer": str(setup.tokenizer.path),
+        "observations": str(tmp_path / "observations.safetensors"),
+        "tasks": [s[TASK] for s in samples],
+        "result": str(tmp_path / "result.safetensors"),
+    }
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    script = Path(__file__).with_name("peer_lerobot_policy.py")
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    done = subprocess.run([PEER, script, tmp_path / "job.json"], capture_output=True, text=True, env=env, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    theirs = load_file(tmp_path / "result.safetensors")
+    for number, sample in enumerate(samples):
+        fields = [setup.processing.observe(sample) | _targets(setup)]
+        batch = collate(fields, setup.contract, trim=False)
+        actions = model.act(batch, Draw(noise=noise[number : number + 1]), setup.model_config.num_inference_steps)
+        ours = torch.from_numpy(setup.processing.actions(actions[0].numpy(), sample))
+        length = int(batch["token_mask"].sum())
+        assert torch.equal(theirs[f"tokens.{number}"][0, :length], batch["tokens"][0, :length])
+        torch.testing.assert_close(theirs[f"actions.{number}"][0], ours, rtol=1e-4, atol=1e-4)
+
+
+def _targets(setup):
+    """Fields of the contract that an observation does not fill."""
+    empty = setup.contract.synthetic(1)
+    return {name: empty[name][0].numpy() for name, field in setup.contract.fields.items() if not field.observation}
