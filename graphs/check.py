@@ -11,8 +11,8 @@ What breaks a capture, or stalls the host in every step without one:
   alloc     page-locked memory is allocated, or the allocator is told to let go
   random    an RNG is used: a step's randomness comes in through its draw
 
-The ops are the same on any device, so the CPU finds them: no GPU is needed. Run it on the eager model; compiled regions
-hide what they do. Each finding has the source line that caused it, of the caller's code, not of torch.
+The ops are the same on any device, so the CPU finds them: no GPU is needed. Compiled regions run eagerly while they are
+watched. Each finding has the source line that caused it, of the caller's code, not of torch.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import linecache
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,26 @@ def _to_host(args: tuple, kwargs: dict) -> bool:
     return False
 
 
+class Watch:
+    """A ``with`` block that is watched; `report()` afterwards. Compiled regions run eagerly inside, to be seen."""
+
+    def __init__(self) -> None:
+        self._log = _Log()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Watch:
+        self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+        self._stack.enter_context(_Functions(self._log))
+        self._stack.enter_context(_Dispatch(self._log))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def report(self) -> Report:
+        return self._log.report()
+
+
 def check_step(step: Callable[..., Any], *args: Any, warmup: int = 1, **kwargs: Any) -> Report:
     """Calls ``step(*args, **kwargs)`` `warmup` times as it is (lazy state is made then), once watched, and reports.
 
@@ -205,10 +226,9 @@ def check_step(step: Callable[..., Any], *args: Any, warmup: int = 1, **kwargs: 
     """
     for _ in range(warmup):
         step(*args, **kwargs)
-    log = _Log()
-    with _Functions(log), _Dispatch(log):
+    with Watch() as watch:
         step(*args, **kwargs)
-    return log.report()
+    return watch.report()
 
 
 def only(report: Report, kinds: Iterable[str]) -> tuple[Finding, ...]:

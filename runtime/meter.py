@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from vlaforge.data.schema import Minibatch
+from vlaforge.graphs.profile import stage
 
 GIB = 1024**3
 
@@ -79,7 +80,7 @@ def memory_gib(device: torch.device) -> float:
 
 
 class StageTimer:
-    """Times stages of the steps for which it is armed; costs nothing in the others.
+    """Times stages of the steps for which it is armed, and marks them for a running profiler; else it costs nothing.
 
     On CUDA the stages are timed by events on the stream, read when asked for: the step itself does not wait.
     """
@@ -89,6 +90,8 @@ class StageTimer:
         self._marks: list[tuple[str, Any, Any]] = []
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
+        if torch.autograd._profiler_enabled():
+            return stage(name)
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         return self._stage(name) if self.armed and not capturing else nullcontext()
 

@@ -22,6 +22,7 @@ from torch import nn
 from vlaforge.data.errors import UserError
 from vlaforge.data.loader import SampleError
 from vlaforge.data.schema import Minibatch
+from vlaforge.graphs.profile import stage
 from vlaforge.runtime.assemble import Parts, assemble, build_groups_of, build_model, build_plan, to_device
 from vlaforge.runtime.checkpoint import files, rehearsal
 from vlaforge.runtime.checkpoint.state import capture, restore
@@ -88,7 +89,8 @@ class Trainer:
             stack.enter_context(self.signal.watch())
             garbage = stack.enter_context(Garbage(self.args.manual_gc, self.args.manual_gc_interval).held())
             self._build()
-            self.profiler = stack.enter_context(StepProfiler(self.args, self.ranks.rank, self.device, self.hooks.note))
+            profiler = StepProfiler(self.args, self.ranks.rank, self.device, self.hooks.note, self.parts.plan.text)
+            self.profiler = stack.enter_context(profiler)
             stack.callback(self.parts.feed.close)
             stack.callback(self.log.close)
             try:
@@ -186,7 +188,8 @@ class Trainer:
 
     def _next(self, batches: Iterator[Minibatch]) -> list[Minibatch]:
         try:
-            return [next(batches) for _ in range(self.parts.micro_batches)]
+            with stage("data"):
+                return [next(batches) for _ in range(self.parts.micro_batches)]
         except SampleError as error:
             raise UserError(f"The run stopped after step {self.completed}: {error}. {self._resumable()}") from error
 

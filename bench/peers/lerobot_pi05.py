@@ -3,7 +3,7 @@
 Runs where LeRobot is installed (tried with 0.6.1), without vlaforge; see `bench/peer.py` for the protocol. Nothing of
 the official code is changed but the sizes of the towers, the source of noise and time (given, so that both sides
 compute the same loss), and the length that prompts are padded to. The step is `lerobot_train.update_policy` (forward,
-backward, clip, AdamW, zero_grad, `.item()` of loss and norm) under `accelerate`, with the precision that `lerobot_train`
+backward, clip, AdamW, zero_grad, `.item()` of loss and norm) under `accelerate`, with the precision `lerobot_train`
 derives from the policy's dtype. Where accelerate is not installed, `Plain` does what it does on one CPU.
 """
 
