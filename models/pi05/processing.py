@@ -14,17 +14,15 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from vlaforge.data.cameras import assign_cameras, slot_names
 from vlaforge.data.dataset import DatasetInfo
-from vlaforge.data.errors import UserError, unknown
+from vlaforge.data.errors import UserError
 from vlaforge.data.images import resize_with_pad, resize_with_pad_pil, to_float
 from vlaforge.data.normalize import NormalizerSet
 from vlaforge.data.schema import ACTION, ACTION_IS_PAD, IMAGES, STATE, TASK, DataNeeds, Sample
 from vlaforge.data.tokenizer import Tokenizer
 from vlaforge.data.transforms import ColorJitter, Compose, RandomCrop, Resize, ResizeWithPad, Rotate
 from vlaforge.models.pi05.config import DataConfig, ModelConfig
-
-SLOTS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
-"""Names of the camera slots, in the order of the prefix; a model with more continues with ``view_3``, ..."""
 
 BIN_EDGES = np.linspace(-1.0, 1.0, 257)[:-1]
 
@@ -66,7 +64,7 @@ class Processing:
         self.action_dim = model_config.action_dim or dataset_info.action_dim
         self.transform = getattr(data_config, "action_transform", None)
         self._check()
-        self.cameras = assign_cameras(model_config, data_config, dataset_info)
+        self.cameras = assign_cameras(data_config.cameras, dataset_info, self._slots(), data_config.image_mask)
         self.on_device = self._resizes_on_device()
         self._warned = False
 
@@ -90,6 +88,12 @@ class Processing:
                 f"The tokenizer '{self.tokenizer.path}' has {self.tokenizer.vocab_size} entries, but model.vocab_size "
                 f"is {model.vocab_size}: give this model's tokenizer with --tokenizer-path."
             )
+
+    def _slots(self) -> int:
+        count = self.data.num_images or self.model.num_images
+        if count > self.model.num_images:
+            raise UserError(f"data.num_images is {count}, but the model has {self.model.num_images} camera slots.")
+        return count
 
     def _resizes_on_device(self) -> bool:
         """Raw frames go to the device when it can do all that is left: one size, and no Pillow."""
@@ -197,39 +201,3 @@ def augmentation(size: int, wrist: bool) -> Compose:
     shape = () if wrist else (RandomCrop(0.95), Resize(size, size), Rotate(5.0))
     colour = ColorJitter(brightness=0.3, contrast=0.4, saturation=0.5)
     return Compose((ResizeWithPad(size, size), *shape, colour))
-
-
-def slot_names(count: int) -> tuple[str, ...]:
-    return SLOTS[:count] + tuple(f"view_{i}" for i in range(len(SLOTS), count))
-
-
-def assign_cameras(model: ModelConfig, data: DataConfig, info: DatasetInfo) -> tuple[str | None, ...]:
-    """The dataset's camera for each slot, None where the slot stays empty.
-
-    Without `data.cameras` they fill the slots in the dataset's order, and must all fit.
-    """
-    count = data.num_images or model.num_images
-    if count > model.num_images:
-        raise UserError(f"data.num_images is {count}, but the model has {model.num_images} camera slots.")
-    slots = slot_names(count)
-    for slot, camera in data.cameras.items():
-        if slot not in slots:
-            raise unknown("camera slot", slot, slots)
-        if camera not in info.cameras:
-            raise unknown("camera", camera, info.cameras)
-    if data.cameras:
-        chosen = [data.cameras.get(slot) for slot in slots]
-    elif len(info.cameras) > count:
-        raise UserError(
-            f"The dataset has {len(info.cameras)} cameras ({', '.join(info.cameras)}) for {count} slots: choose them "
-            f"with data.cameras.{slots[0]}=NAME and so on."
-        )
-    else:
-        chosen = [*info.cameras, *[None] * (count - len(info.cameras))]
-    if data.image_mask is not None:
-        if len(data.image_mask) != count:
-            raise UserError(f"data.image_mask has {len(data.image_mask)} entries for {count} camera slots.")
-        chosen = [name if used else None for name, used in zip(chosen, data.image_mask)]
-    if not any(chosen):
-        raise UserError("No camera is left for the model: the dataset has none, or data.image_mask hides all.")
-    return tuple(chosen)

@@ -1,10 +1,11 @@
-"""Makes `tiny_tokenizer.json`: the small byte-pair tokenizer of the tiny preset. Run it again after a change here:
+"""Makes `tiny.json`: the small byte-pair tokenizer that all tiny presets share. Run it again after a change here:
 
-    python models/pi05/make_tiny_tokenizer.py
+    python models/tokenizers/make_tiny.py
 
 It is trained on sentences written below: prompts of π0.5's form with robot tasks in plain English, and all state bins,
 so that each bin is one token. Any other text still encodes, byte by byte if need be. As in PaliGemma's tokenizer,
-padding is 0 and <bos> is 2; neither is added by the file itself.
+padding is 0 and <bos> is 2; neither is added by the file itself. The tokens with which Qwen's and Eagle's chat prompts
+mark turns and images follow behind those.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 VOCABULARY = 1024
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>"]
+CHAT = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+EAGLE = ["<img>", "</img>", "<IMG_CONTEXT>"]
 VERBS = (
     "open", "close", "press", "push", "pull", "pick up", "put", "place", "turn", "move", "lift", "grasp", "stack",
     "pour", "wipe", "fold", "slide", "insert", "unplug", "reach", "take", "hold", "drop", "rotate", "hand over",
@@ -57,7 +60,7 @@ def make() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
-        special_tokens=SPECIAL,
+        special_tokens=[*SPECIAL, *CHAT, *EAGLE],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -66,4 +69,4 @@ def make() -> Tokenizer:
 
 
 if __name__ == "__main__":
-    make().save(str(Path(__file__).with_name("tiny_tokenizer.json")))
+    make().save(str(Path(__file__).with_name("tiny.json")))
