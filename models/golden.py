@@ -80,7 +80,8 @@ class Quantity:
 class Base(ABC):
     """One golden folder seen by one family.
 
-    `cut` is what the plan's trims do to a batch; it is applied to what the lowered model is given.
+    `cut` is what the plan's trims do to a batch; it is applied to what the lowered model is given. `lower` does to
+    another model of the folder (another class with the same weights) what was done to the lowered one.
     """
 
     layouts: ClassVar[Mapping[str, Layout]]
@@ -90,6 +91,7 @@ class Base(ABC):
     def __init__(self, folder: Folder):
         self.folder = folder
         self.cut: Callable[[Batch], Batch] = lambda batch: batch
+        self.lower: Callable[[nn.Module], Any] = lambda model: None
 
     @abstractmethod
     def model(self) -> nn.Module:

@@ -106,6 +106,7 @@ def compare(family: Family, path: Path | str, lower: Lower | None = None) -> Rep
         lowered = golden.model()
         golden.load(lowered)
         report.plan = lower(lowered, golden)
+        golden.lower = lambda model: lower(model, golden)
     seen: set[str] = set()
     for row in _rows(golden, plain, lowered, account):
         seen.add(row.name)

@@ -104,6 +104,7 @@ class Golden(Base):
         for prefix, variant in CLASSES.items():
             if variant != "uncond":
                 model = self._variant(variant)
+                self.lower(model)
                 yield from self._losses(prefix, model)
                 yield from self._total_norm(prefix, model)
                 yield from self._whole(prefix, variant)
@@ -136,7 +137,7 @@ class Golden(Base):
 
     def _total_norm(self, prefix: str, model: Model) -> Iterator[Quantity]:
         batch, draw = self.inputs()
-        model(batch, draw).total().backward()
+        model(self.cut(batch), draw).total().backward()
         gradients = [parameter.grad.double().square().sum() for parameter in model.parameters()]
         yield Quantity(f"{prefix}grad_norm_total", torch.stack(gradients).sum().sqrt(), "norm")
 
