@@ -9,7 +9,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +22,6 @@ from vlaforge.data.errors import UserError
 from vlaforge.data.schema import Contract, Minibatch, make_draw
 from vlaforge.graphs import Plan, PlanOptions, StepParts, make_plan
 from vlaforge.models import Family, family
-from vlaforge.runtime.config import resolve
 from vlaforge.runtime.guards import Guard, GuardConfig, LossScale
 from vlaforge.runtime.optim import Hyper, build_optimizer
 from vlaforge.runtime.params import build_groups
@@ -91,12 +91,37 @@ def load_case(model: str, name: str, batches: int = 2, preset: str = "midsize", 
     if name not in cases[chosen.name]:
         raise UserError(f"Unknown case '{name}': {chosen.name} has as_shipped and tight.")
     case = cases[chosen.name][name]
-    overrides = [f"model.{key}={value}" for key, value in case.get("model", {}).items()]
-    config = resolve(["--model", chosen.name, "--preset", preset, *overrides]).model_config
+    config = config_of(chosen, preset, case.get("model", {}))
     contract = chosen.model.contract(config)
     size = batch_size or cases[chosen.name]["batch_size"]
     made = tuple(make_minibatch(contract, size, seed, case.get("valid", {})) for seed in range(batches))
     return Case(chosen, name, config, contract, size, made, case.get("valid", {}))
+
+
+def full_case(model: str, batch_size: int, views: int, prompt: int, batches: int = 2) -> Case:
+    """The full-size model with `views` camera slots and `prompt` tokens filled; the robot's dimensions are the padded
+    ones."""
+    chosen = family(model)
+    config = chosen.config()
+    contract = chosen.model.contract(config)
+    valid = {"image_mask": views, "token_mask": prompt}
+    made = tuple(make_minibatch(contract, batch_size, seed, valid) for seed in range(batches))
+    return Case(chosen, "full", config, contract, batch_size, made, valid)
+
+
+def config_of(chosen: Family, preset: str, overrides: Mapping[str, Any] | None = None) -> Any:
+    """A preset's model configuration, read without the command line's machinery (a GPU machine may lack it)."""
+    given = yaml.safe_load(chosen.presets()[preset].read_text()).get("model", {})
+    return _filled(chosen.config(), {**given, **(overrides or {})})
+
+
+def _filled(default: Any, values: Mapping[str, Any]) -> Any:
+    nested = {
+        name: _filled(getattr(default, name), value)
+        for name, value in values.items()
+        if isinstance(value, Mapping) and is_dataclass(getattr(default, name))
+    }
+    return replace(default, **{**values, **nested})
 
 
 def make_minibatch(contract: Contract, size: int, seed: int, valid: Mapping[str, int]) -> Minibatch:
@@ -159,17 +184,32 @@ class Ours:
         self._step, self._feed = parts.step, iter(parts.loader)
 
     def run(self, steps: int) -> Timed:
-        """`steps` training steps, each on the next batch in turn; the host waits for each."""
+        """`steps` training steps, each on the next batch in turn. On a GPU the host does not wait between them."""
+        if self.device.type == "cuda":
+            return self._run_ahead(steps)
         timed = Timed()
         for _ in range(steps):
             began = time.perf_counter()
-            minibatch = next(self._feed)
-            if next(iter(minibatch.batch.values())).device.type != self.device.type:
-                minibatch = minibatch.to(self.device)
-            loss = float(self._step([minibatch])["loss"])
+            loss = float(self._step([next(self._feed)])["loss"])
             timed.seconds.append(time.perf_counter() - began)
             timed.losses.append(loss)
         return timed
+
+    def _run_ahead(self, steps: int) -> Timed:
+        """As the trainer drives it between log points: times are those between the ends of steps on the device."""
+        marks, losses = [torch.cuda.Event(enable_timing=True)], []
+        torch.cuda.synchronize(self.device)
+        marks[0].record()
+        for _ in range(steps):
+            minibatch = next(self._feed)
+            if not next(iter(minibatch.batch.values())).is_cuda:
+                minibatch = minibatch.to(self.device)
+            losses.append(self._step([minibatch])["loss"])
+            marks.append(torch.cuda.Event(enable_timing=True))
+            marks[-1].record()
+        torch.cuda.synchronize(self.device)
+        seconds = [a.elapsed_time(b) * 1e-3 for a, b in pairwise(marks)]
+        return Timed(seconds, [float(loss) for loss in losses])
 
     def close(self) -> None:
         del self.model, self.optimizer, self._step, self._feed

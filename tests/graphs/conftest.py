@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from vlaforge import models
+from vlaforge.bench.sides import config_of
 from vlaforge.data.collate import trimmed
 from vlaforge.data.schema import Contract, Minibatch, make_draw
 from vlaforge.graphs import Plan, PlanOptions, StepParts, make_plan, registry
-from vlaforge.runtime.config import resolve
 from vlaforge.runtime.guards import Guard, GuardConfig, LossScale
 from vlaforge.runtime.optim import Hyper, Optimizer, build_optimizer
 from vlaforge.runtime.params import build_groups
@@ -41,7 +41,7 @@ class Tiny:
     def __init__(self, name: str):
         self.name = name
         self.family = models.family(name)
-        self.config = resolve(["--model", name, "--preset", "tiny"]).model_config
+        self.config = config_of(self.family, "tiny")
         self.contract: Contract = self.family.model.contract(self.config)
 
     def model(self, seed: int = 0) -> Any:
