@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from vlaforge.runtime.lora import INITS, LoraConfig, adapted, fingerprint, injec
 from vlaforge.runtime.params import canonical, split_names
 
 PREFIX = "base_model.model."
-STEM, CONFIG = "adapter_model", "adapter_config.json"
+STEM, CONFIG, META = "adapter_model", "adapter_config.json", "adapter_meta.json"
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Attached:
     mark: str
 
     def to_json(self) -> str:
-        """``adapter_config.json`` as peft reads it, with the base's fingerprint beside."""
+        """``adapter_config.json`` as peft reads it."""
         config = self.config
         content = {
             "peft_type": "LORA",
@@ -52,8 +51,12 @@ class Attached:
             "init_lora_weights": {"true": True, "false": False}.get(config.init, config.init),
             "fan_in_fan_out": False,
             "use_dora": False,
-            "vlaforge": {"format": 1, "base_fingerprint": self.mark, "config": asdict(config)},
         }
+        return json.dumps(content, indent=1) + "\n"
+
+    def meta(self) -> str:
+        """``adapter_meta.json``: which base this is an adapter of."""
+        content = {"format": 1, "base_checkpoint": self.base, "base_fingerprint": self.mark}
         return json.dumps(content, indent=1) + "\n"
 
 
@@ -83,17 +86,17 @@ def attach(model: nn.Module, args: TrainingArgs, found: Path | None, note: Calla
         UserError: nothing to adapt, an adapter that does not fit, or one that was trained on another base.
     """
     source = found or (Path(args.lora_adapter).expanduser() if args.lora_adapter else None)
-    config, raw = lora_config(args), {}
+    config, meta = lora_config(args), {}
     if source is not None:
-        config, raw = read_config(source)
-        config = replace(config, dropout=args.lora_dropout)
+        config = replace(read_config(source), dropout=args.lora_dropout)
+        meta = json.loads((source / META).read_text()) if (source / META).is_file() else {}
     paths = inject(model, config)
     mark = fingerprint(model)
-    known = (raw.get("vlaforge") or {}).get("base_fingerprint")
+    known = meta.get("base_fingerprint")
     if known is not None and known != mark:
         raise UserError(
             f"The adapter in '{source}' was trained on another base (fingerprint {known}, this one is {mark}): give "
-            f"the same --pretrained-checkpoint, it was {raw.get('base_model_name_or_path')}."
+            f"the same --pretrained-checkpoint, it was {meta.get('base_checkpoint')}."
         )
     if source is not None:
         load_adapter(model, TensorFiles(source, STEM))
@@ -128,8 +131,8 @@ def _peft_name(name: str, inside: Mapping[str, nn.Module]) -> str:
     return name
 
 
-def read_config(folder: Path) -> tuple[LoraConfig, dict[str, Any]]:
-    """The configuration of an adapter's folder, ours or peft's, and the raw JSON. UserError for what we cannot do."""
+def read_config(folder: Path) -> LoraConfig:
+    """The configuration of an adapter's folder, ours or peft's. UserError for what we cannot do."""
     path = folder / CONFIG
     if not path.is_file():
         raise UserError(f"'{folder}' is no LoRA adapter: it has no {CONFIG}.")
@@ -143,7 +146,7 @@ def read_config(folder: Path) -> tuple[LoraConfig, dict[str, Any]]:
     if isinstance(targets, str):
         raise UserError(f"The adapter in '{folder}' names its modules by a regular expression: list them instead.")
     init = raw.get("init_lora_weights", True)
-    config = LoraConfig(
+    return LoraConfig(
         r=int(raw["r"]),
         alpha=float(raw["lora_alpha"]),
         dropout=float(raw.get("lora_dropout") or 0.0),
@@ -153,7 +156,6 @@ def read_config(folder: Path) -> tuple[LoraConfig, dict[str, Any]]:
         init=str(init).lower() if str(init).lower() in INITS else "true",
         rslora=bool(raw.get("use_rslora")),
     )
-    return config, raw
 
 
 @torch.no_grad()

@@ -7,13 +7,11 @@ the model exists only as shapes (on the meta device), and one sample goes all th
 from __future__ import annotations
 
 import os
-import struct
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from vlaforge.data.collate import collate
 from vlaforge.data.errors import UserError
@@ -21,11 +19,13 @@ from vlaforge.data.schema import sample_rng
 from vlaforge.graphs import PlanOptions, make_plan
 from vlaforge.graphs.cost import step_cost
 from vlaforge.graphs.devices import GIB, device_kind
-from vlaforge.models.convert import Account
-from vlaforge.models.convert import detect as detect_layout
 from vlaforge.runtime.args import TrainingArgs
 from vlaforge.runtime.checkpoint.store import Checkpoints
+from vlaforge.runtime.checkpoint.weights import check_pretrained, find_weights
 from vlaforge.runtime.config import Resolved
+from vlaforge.runtime.optim import executor
+from vlaforge.runtime.params import split_names
+from vlaforge.runtime.programs import program
 from vlaforge.runtime.setup import Setup, build_setup
 from vlaforge.runtime.wrap import strategy_of
 
@@ -42,13 +42,17 @@ def preflight(resolved: Resolved, passed: Passed = lambda name, what: None) -> S
     passed("output folder", f"{Path(args.output_dir).resolve()} can be written")
     if args.resume:
         check_resume(args, passed)
-    files = checkpoint_files(args.pretrained_checkpoint) if args.pretrained_checkpoint else []
+    if args.pretrained_checkpoint is not None:
+        find_weights(args.pretrained_checkpoint)
+    executor(args.optimizer)
+    program(args.trainer_type)
     setup = build_setup(resolved, passed)
     model = meta_model(setup)
     make_plan(model, setup.contract, plan_options(args, setup.device))
     passed("model", f"{sum(p.numel() for p in model.parameters()) / 1e6:,.1f} M parameters")
-    if files:
-        account = check_checkpoint(files, setup, model)
+    if args.pretrained_checkpoint is not None:
+        new = split_names(args.new_modules)
+        account = check_pretrained(model, setup.resolved.family, args.pretrained_checkpoint, new)
         passed("checkpoint", f"{args.pretrained_checkpoint}, {account.text().splitlines()[0]}")
     check_sample(setup)
     passed("first sample", "read, processed, and as the batch contract says")
@@ -97,66 +101,6 @@ def check_sample(setup: Setup) -> None:
         collate([setup.processing.sample(sample, rng, True)], setup.contract)
     except ValueError as error:
         raise UserError(f"The dataset does not fit the model: {error}.") from error
-
-
-# ------------------------------------------------------------------------------------------------- checkpoints
-
-
-def checkpoint_files(given: str) -> list[Path]:
-    """The safetensors files of a checkpoint; UserError when there is none."""
-    path = Path(given).expanduser()
-    if path.is_file():
-        return [path]
-    if not path.exists():
-        raise UserError(f"--pretrained-checkpoint '{given}' is not there: give a .safetensors file or its folder.")
-    whole = path / "model.safetensors"
-    files = [whole] if whole.is_file() else sorted(path.glob("*.safetensors"))
-    if not files:
-        raise UserError(f"--pretrained-checkpoint '{given}' holds no .safetensors file.")
-    return files
-
-
-def headers(files: list[Path]) -> dict[str, torch.Tensor]:
-    """Names, shapes and dtypes of the tensors in `files`, as tensors on the meta device; no weight is read."""
-    found: dict[str, torch.Tensor] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for key in opened.keys():  # noqa: SIM118 (it is no mapping)
-                    found[key] = torch.empty(opened.get_slice(key).get_shape(), device="meta")
-        except (SafetensorError, OSError, struct.error) as error:
-            raise UserError(f"'{file}' is not a safetensors file that can be read: {error}.") from error
-    return found
-
-
-def check_checkpoint(files: list[Path], setup: Setup, model: torch.nn.Module) -> Account:
-    """The checkpoint's keys and shapes fit the model, in our own names or in an official layout."""
-    found = headers(files)
-    shapes: Mapping[str, torch.Size] = {key: value.shape for key, value in model.state_dict().items()}
-    if len(found.keys() & shapes.keys()) * 2 > len(shapes):
-        return _check_own(found, shapes)
-    layouts = setup.resolved.family.part("convert").LAYOUTS
-    return detect_layout(layouts, found).load(found, shapes)[1]
-
-
-def _check_own(found: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> Account:
-    faults = {
-        "missing": [key for key in shapes if key not in found],
-        "unexpected": [key for key in found if key not in shapes],
-        "of another shape": [
-            f"{key} {tuple(found[key].shape)} instead of {tuple(shape)}"
-            for key, shape in shapes.items()
-            if key in found and found[key].shape != shape
-        ],
-    }
-    said = [
-        f"{len(keys)} {what} ({', '.join(keys[:12])}{', ...' if len(keys) > 12 else ''})"
-        for what, keys in faults.items()
-        if keys
-    ]
-    if said:
-        raise UserError(f"The checkpoint does not fit the model: {'; '.join(said)}. Give one of this model and size.")
-    return Account("vlaforge", loaded=list(shapes))
 
 
 # ------------------------------------------------------------------------------------------------- memory

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from vlaforge.data.errors import UserError
 from vlaforge.graphs.packing import join, split
 from vlaforge.runtime.adapter import CONFIG as ADAPTER
-from vlaforge.runtime.adapter import adapter_tensors
+from vlaforge.runtime.adapter import META, adapter_tensors
 from vlaforge.runtime.assemble import Parts
 from vlaforge.runtime.checkpoint import formats
 from vlaforge.runtime.checkpoint.store import Content
@@ -50,7 +50,7 @@ def capture(setup: Setup, parts: Parts, ranks: Ranks, completed: int, metric: fl
     if setup.statistics is not None:
         texts["statistics.json"] = json.dumps(_plain(setup.statistics.values), indent=1) + "\n"
     if lora is not None:
-        texts[ADAPTER] = lora.to_json()
+        texts |= {ADAPTER: lora.to_json(), META: lora.meta()}
     if setup.args.save_training_state:
         groups["optim"] = by_key(partial(split, parts.model), parts.optimizer.state_tensors())
         texts[STATE] = json.dumps(_state(setup, parts, ranks, completed)) + "\n"

@@ -173,7 +173,7 @@ class Checkpoints:
     def newest(self) -> tuple[int, Path] | None:
         """The newest whole checkpoint; broken newer ones are passed over with a note on each."""
         for step, path in reversed(self.listed()):
-            fault = files.fault(path)
+            fault = _fault(path)
             if fault is None:
                 return step, path
             self.note(f"Warning: checkpoint {path} is broken ({fault}); an earlier one is used.")
@@ -190,6 +190,21 @@ class Checkpoints:
             return float(about["best"]), int(about["step"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+
+_WHOLE: set[tuple[Any, ...]] = set()
+
+
+def _fault(path: Path) -> str | None:
+    """`files.fault`, remembering folders that were found whole for as long as none of their files changes."""
+    files_of = sorted(entry for entry in path.rglob("*") if entry.is_file())
+    mark = (path, *((entry, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in files_of))
+    if mark in _WHOLE:
+        return None
+    found = files.fault(path)
+    if found is None:
+        _WHOLE.add(mark)
+    return found
 
 
 def write(draft: files.Draft, content: Content, format: Format) -> Path:

@@ -152,6 +152,11 @@ class TensorFiles(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.where) + len(self.tied)
 
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) along the first axis, read alone."""
+        name = self.tied.get(name, name)
+        return self._handle(self.where[name]).get_slice(name)[start:stop]
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Without reading the tensor."""
         name = self.tied.get(name, name)

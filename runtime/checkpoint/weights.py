@@ -81,9 +81,9 @@ def _partners(model: nn.Module) -> dict[str, tuple[str, ...]]:
 # ------------------------------------------------------------------------------------------- files
 
 
-def open_weights(path: Path | str, group: str = "model") -> Mapping[str, Tensor]:
+def open_weights(path: Path | str, group: str = "model", check: bool = True) -> Mapping[str, Tensor]:
     """Tensors by name from anything that holds weights: a checkpoint of ours, a run's folder (its newest), a
-    safetensors or pt file, a folder in Hugging Face's layout.
+    safetensors or pt file, a folder in Hugging Face's layout. `check` compares contents with their hashes.
 
     Raises:
         UserError: nothing is there, or it is damaged.
@@ -91,7 +91,7 @@ def open_weights(path: Path | str, group: str = "model") -> Mapping[str, Tensor]
     path = find_weights(path)
     if path.is_file():
         return formats.load_pt(path) if path.suffix in (".pt", ".pth", ".bin") else TensorFiles(path)
-    if (path / MANIFEST).is_file() and (why := fault(path)) is not None:
+    if (path / MANIFEST).is_file() and (why := fault(path, hashes=check)) is not None:
         raise UserError(f"Checkpoint '{path}' is broken: {why}.")
     if (path / "adapter_config.json").is_file() and group == "model":
         raise UserError(
@@ -102,6 +102,33 @@ def open_weights(path: Path | str, group: str = "model") -> Mapping[str, Tensor]
     if stored is None:
         raise UserError(f"Checkpoint '{path}' holds no '{group}' weights.")
     return stored
+
+
+def headers(path: Path | str) -> dict[str, Tensor]:
+    """Names, shapes and dtypes of the weights at `path`, as tensors on the meta device; no weight is read.
+
+    Raises:
+        UserError: as `open_weights`; contents are not compared with their hashes.
+    """
+    stored = open_weights(path, check=False)
+    if isinstance(stored, TensorFiles):
+        return {name: torch.empty(stored.shape(name), device="meta") for name in stored}
+    return {name: value.to("meta") for name, value in stored.items()}
+
+
+def check_pretrained(model: nn.Module, family: Family, path: Path | str, new: Sequence[str] = ()) -> Account:
+    """`load_pretrained` on names and shapes alone, with `model` on the meta device. Another model's weights, which a
+    family may start from, are only looked at when they are loaded."""
+    if hasattr(family.part("convert"), "pretrained") and not _holds_weights(find_weights(path)):
+        return Account("another model's weights")
+    return load_model(model, *_in_layout(model, family, headers(path)), new)
+
+
+def _holds_weights(path: Path) -> bool:
+    try:
+        return path.is_file() or bool(formats.format_of(path))
+    except UserError:
+        return False
 
 
 def find_weights(path: Path | str) -> Path:
@@ -136,13 +163,17 @@ def load_pretrained(model: nn.Module, family: Family, path: Path | str, new: Seq
                 for name, value in found[0].items():
                     state[name].copy_(value)
             return found[1]
-    stored = open_weights(path)
-    layout = own_layout()
+    return load_model(model, *_in_layout(model, family, open_weights(path)), new)
+
+
+def _in_layout(model: nn.Module, family: Family, stored: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], Layout]:
+    """`stored`, and the layout that its keys are of: ours or an official one, whichever knows more of them."""
+    ours = {canonical(name) for name in model.state_dict()} & set(stored)
     layouts = family.part("convert").LAYOUTS
     # A few names may be the same in both (FastWAM's proprio_encoder): the layout that knows more keys is meant.
-    if len(set(state) & set(stored)) < max((one.recognised(stored) for one in layouts.values()), default=1):
-        layout = detect(layouts, list(stored))
-    return load_model(model, stored, layout, new)
+    if len(ours) < max((one.recognised(stored) for one in layouts.values()), default=1):
+        return stored, detect(layouts, list(stored))
+    return stored, own_layout()
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:

@@ -71,7 +71,7 @@ def edit(path: Path, change) -> None:
         ((*TINY, "--per-device-batch-size", "-4"), "--per-device-batch-size is -4: it must be at least 1."),
         ((*TINY, "--dataset-path", "/nowhere"), "'/nowhere' does not exist"),
         ((*TINY, "--tokenizer-path", "/nowhere"), "'/nowhere' is missing"),
-        ((*TINY, "--pretrained-checkpoint", "/nowhere"), "'/nowhere' is not there"),
+        ((*TINY, "--pretrained-checkpoint", "/nowhere"), "'/nowhere' does not exist"),
         ((*TINY, "--resume"), "no whole checkpoint"),
         ((*TINY, "--output-dir", "/proc/vlaforge"), "'/proc/vlaforge' is not writable"),
         ((*TINY, "data.cameras.base_0_rgb=scnee"), "did you mean 'scene'"),
@@ -173,7 +173,7 @@ def test_checkpoint_that_does_not_fit(refused, official, tmp_path):
     assert "something" in refused(*TINY, "--pretrained-checkpoint", path)
 
     (tmp_path / "d.safetensors").write_bytes(b"not safetensors at all")
-    assert "not a safetensors file" in refused(*TINY, "--pretrained-checkpoint", str(tmp_path / "d.safetensors"))
+    assert "no whole safetensors file" in refused(*TINY, "--pretrained-checkpoint", str(tmp_path / "d.safetensors"))
 
 
 def test_our_own_checkpoint_that_does_not_fit(refused, tmp_path):
