@@ -42,14 +42,15 @@ def reference(
 
 @triton.jit
 def _kernel(
-    x_ptr, noise_ptr, time_ptr, mixed_ptr, target_ptr, n, per_sample, count, inner,
+    x_ptr, noise_ptr, time_ptr, mixed_ptr, target_ptr, per_sample, count, inner,
     WIDTH: tl.constexpr, TO_DATA: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    keep = at < n
+    sample, element = tl.program_id(1), tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    keep = element < per_sample
+    at = sample.to(tl.int64) * per_sample + element
     x = tl.load(x_ptr + at, mask=keep, other=0.0).to(tl.float32)
     noise = tl.load(noise_ptr + at, mask=keep, other=0.0).to(tl.float32)
-    t = tl.load(time_ptr + value_of(at, per_sample, count, inner), mask=keep, other=0.0).to(tl.float32)
+    t = tl.load(time_ptr + value_of(sample, element, count, inner), mask=keep, other=0.0).to(tl.float32)
     if TO_DATA:
         mixed, target = (1.0 - t) * noise + t * x, x - noise
     else:
@@ -60,14 +61,15 @@ def _kernel(
 
 @triton.jit
 def _backward_kernel(
-    dmixed_ptr, dtarget_ptr, time_ptr, dx_ptr, dnoise_ptr, n, per_sample, count, inner,
+    dmixed_ptr, dtarget_ptr, time_ptr, dx_ptr, dnoise_ptr, per_sample, count, inner,
     WIDTH: tl.constexpr, TO_DATA: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    keep = at < n
+    sample, element = tl.program_id(1), tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    keep = element < per_sample
+    at = sample.to(tl.int64) * per_sample + element
     dmixed = tl.load(dmixed_ptr + at, mask=keep, other=0.0).to(tl.float32)
     dtarget = tl.load(dtarget_ptr + at, mask=keep, other=0.0).to(tl.float32)
-    t = tl.load(time_ptr + value_of(at, per_sample, count, inner), mask=keep, other=0.0).to(tl.float32)
+    t = tl.load(time_ptr + value_of(sample, element, count, inner), mask=keep, other=0.0).to(tl.float32)
     if TO_DATA:
         t, dtarget = 1.0 - t, -dtarget
     dx, dnoise = (1.0 - t) * dmixed - dtarget, t * dmixed + dtarget
@@ -88,8 +90,9 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     x, noise, time = x.contiguous(), noise.contiguous(), time.contiguous()
     mixed, target = _forward_fake(x, noise, time, count, inner, to_data, dtype)
+    each = x.shape[1:].numel()
     launch(
-        _kernel, (cdiv(x.numel(), FLAT.width),), x, noise, time, mixed, target, x.numel(), x[0].numel(), count, inner,
+        _kernel, (cdiv(each, FLAT.width), x.shape[0]), x, noise, time, mixed, target, each, count, inner,
         WIDTH=FLAT.width, TO_DATA=to_data, num_warps=FLAT.num_warps,
     )  # fmt: skip
     return mixed, target
@@ -105,9 +108,10 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     dmixed, dtarget, time = dmixed.contiguous(), dtarget.contiguous(), time.contiguous()
     dx, dnoise = _backward_fake(dmixed, dtarget, time, count, inner, to_data)
+    each = dx.shape[1:].numel()
     launch(
-        _backward_kernel, (cdiv(dx.numel(), FLAT.width),), dmixed, dtarget, time, dx, dnoise, dx.numel(),
-        dx[0].numel(), count, inner, WIDTH=FLAT.width, TO_DATA=to_data, num_warps=FLAT.num_warps,
+        _backward_kernel, (cdiv(each, FLAT.width), dx.shape[0]), dmixed, dtarget, time, dx, dnoise, each, count, inner,
+        WIDTH=FLAT.width, TO_DATA=to_data, num_warps=FLAT.num_warps,
     )  # fmt: skip
     return dx, dnoise
 

@@ -35,40 +35,44 @@ def reference(prediction: Tensor, target: Tensor, mask: Tensor, weight: Tensor |
 
 @triton.jit
 def _forward_kernel(
-    prediction_ptr, target_ptr, mask_ptr, weight_ptr, sum_ptr, count_ptr, n, per_sample,
+    prediction_ptr, target_ptr, mask_ptr, weight_ptr, sum_ptr, count_ptr, per_sample,
     mask_count, mask_inner, weight_count, weight_inner, WIDTH: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
+    sample = tl.program_id(1)
     total = tl.zeros([WIDTH], dtype=tl.float32)
     counted = tl.zeros([WIDTH], dtype=tl.float32)
     for block in range(BLOCKS):
-        at = (tl.program_id(0).to(tl.int64) * BLOCKS + block) * WIDTH + tl.arange(0, WIDTH)
-        keep = at < n
-        keep = tl.load(mask_ptr + value_of(at, per_sample, mask_count, mask_inner), mask=keep, other=0) != 0
+        element = (tl.program_id(0) * BLOCKS + block) * WIDTH + tl.arange(0, WIDTH)
+        keep = element < per_sample
+        at = sample.to(tl.int64) * per_sample + element
+        keep = tl.load(mask_ptr + value_of(sample, element, mask_count, mask_inner), mask=keep, other=0) != 0
         prediction = tl.load(prediction_ptr + at, mask=keep, other=0.0).to(tl.float32)
         target = tl.load(target_ptr + at, mask=keep, other=0.0).to(tl.float32)
         square = (prediction - target) * (prediction - target)
         if weight_ptr is not None:
-            place = value_of(at, per_sample, weight_count, weight_inner)
+            place = value_of(sample, element, weight_count, weight_inner)
             square *= tl.load(weight_ptr + place, mask=keep, other=0.0).to(tl.float32)
         total += square
         counted += keep.to(tl.float32)
-    tl.store(sum_ptr + tl.program_id(0), tl.sum(total, axis=0))
-    tl.store(count_ptr + tl.program_id(0), tl.sum(counted, axis=0))
+    place = sample * tl.num_programs(0) + tl.program_id(0)
+    tl.store(sum_ptr + place, tl.sum(total, axis=0))
+    tl.store(count_ptr + place, tl.sum(counted, axis=0))
 
 
 @triton.jit
 def _backward_kernel(
-    dsum_ptr, prediction_ptr, target_ptr, mask_ptr, weight_ptr, out_ptr, n, per_sample,
+    dsum_ptr, prediction_ptr, target_ptr, mask_ptr, weight_ptr, out_ptr, per_sample,
     mask_count, mask_inner, weight_count, weight_inner, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    inside = at < n
-    keep = tl.load(mask_ptr + value_of(at, per_sample, mask_count, mask_inner), mask=inside, other=0) != 0
+    sample, element = tl.program_id(1), tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    inside = element < per_sample
+    at = sample.to(tl.int64) * per_sample + element
+    keep = tl.load(mask_ptr + value_of(sample, element, mask_count, mask_inner), mask=inside, other=0) != 0
     prediction = tl.load(prediction_ptr + at, mask=keep, other=0.0).to(tl.float32)
     target = tl.load(target_ptr + at, mask=keep, other=0.0).to(tl.float32)
     slope = 2.0 * (prediction - target) * tl.load(dsum_ptr).to(tl.float32)
     if weight_ptr is not None:
-        place = value_of(at, per_sample, weight_count, weight_inner)
+        place = value_of(sample, element, weight_count, weight_inner)
         slope *= tl.load(weight_ptr + place, mask=keep, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, tl.where(keep, slope, 0.0).to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -88,12 +92,12 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     prediction, target, mask = prediction.contiguous(), target.contiguous(), mask.contiguous()
     weight = weight if weight is None else weight.contiguous()
-    n = prediction.numel()
-    count = cdiv(n, _BLOCKS * FLAT.width)
-    partial = prediction.new_empty((2, count), dtype=torch.float32)
+    samples, each = prediction.shape[0], prediction.shape[1:].numel()
+    count = cdiv(each, _BLOCKS * FLAT.width)
+    partial = prediction.new_empty((2, samples * count), dtype=torch.float32)
     launch(
-        _forward_kernel, (count,), prediction, target, mask, weight, partial[0], partial[1], n, prediction[0].numel(),
-        *spread, WIDTH=FLAT.width, BLOCKS=_BLOCKS, num_warps=FLAT.num_warps,
+        _forward_kernel, (count, samples), prediction, target, mask, weight, partial[0], partial[1], each, *spread,
+        WIDTH=FLAT.width, BLOCKS=_BLOCKS, num_warps=FLAT.num_warps,
     )  # fmt: skip
     total, counted = partial.sum(1).unbind()
     return total.clone(), counted.clone()
@@ -105,10 +109,10 @@ def _backward(
 ) -> Tensor:
     prediction, target, mask = prediction.contiguous(), target.contiguous(), mask.contiguous()
     weight = weight if weight is None else weight.contiguous()
-    out, n = prediction.new_empty(prediction.shape), prediction.numel()
+    out, each = prediction.new_empty(prediction.shape), prediction.shape[1:].numel()
     launch(
-        _backward_kernel, (cdiv(n, FLAT.width),), dsum, prediction, target, mask, weight, out, n,
-        prediction[0].numel(), *spread, WIDTH=FLAT.width, num_warps=FLAT.num_warps,
+        _backward_kernel, (cdiv(each, FLAT.width), prediction.shape[0]), dsum, prediction, target, mask, weight, out,
+        each, *spread, WIDTH=FLAT.width, num_warps=FLAT.num_warps,
     )  # fmt: skip
     return out
 

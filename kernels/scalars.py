@@ -52,7 +52,6 @@ def values(v: Tensor, x: Tensor) -> Values:
 
 
 @triton.jit
-def value_of(element, per_sample, count, inner):
-    """Where each element's value stands in the flat [B · count] values."""
-    sample = (element // per_sample).to(tl.int64)
-    return sample * count + (element % per_sample) // inner % count
+def value_of(sample, element, count, inner):
+    """Where the values of a sample's elements stand in the flat [B · count] values; int32 divisions, 64-bit sample."""
+    return sample.to(tl.int64) * count + element // inner % count

@@ -1,0 +1,143 @@
+"""Many tensors in one launch: a table on the device says where each lies, and which tensor a chunk belongs to.
+
+A row of the table is a tensor's addresses (one for each list it is part of), its length and its first chunk. A program
+takes one chunk of `BLOCK` · `BLOCKS` elements. What depends on lengths alone is kept by lengths; the table is kept as
+long as the addresses do not change, and sent again (from pinned memory, without waiting) when they do.
+
+While a CUDA graph is captured nothing may be allocated on the host, so every table is made with a spare pair of
+buffers, of which a capture takes one and keeps it. A first step before the capture is therefore needed, as it is
+anyway.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vlaforge.kernels.compat import tl, triton
+from vlaforge.kernels.launch import cdiv
+from vlaforge.kernels.spec import KernelError
+
+BLOCK, BLOCKS = 1024, 8
+CHUNK = BLOCK * BLOCKS
+_MOST = 64
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """`table` int64 [n, lists + 2], `owner` int32 [chunks]: the tensor of each chunk."""
+
+    table: Tensor
+    owner: Tensor
+    chunks: int
+    aligned: bool
+
+    @classmethod
+    def of(cls, lists: Sequence[Sequence[Tensor]]) -> Addresses:
+        """The table of tensors that stand side by side in `lists` (empty lists give zeros)."""
+        device = lists[0][0].device
+        lengths = tuple(tensor.numel() for tensor in lists[0])
+        owner, first = _owner(lengths, device)
+        if device.type == "meta":
+            table = torch.empty(len(lengths), len(lists) + 2, dtype=torch.int64, device=device)
+            return cls(table, owner, owner.shape[0], True)
+        columns = [tuple(t.data_ptr() for t in part) if part else (0,) * len(lengths) for part in lists]
+        aligned = not any(number % 16 for column in columns for number in column)
+        return cls(_table((*columns, lengths, first), device), owner, owner.shape[0], aligned)
+
+
+_owners: OrderedDict[tuple, tuple[Tensor, tuple[int, ...]]] = OrderedDict()
+_tables: OrderedDict[tuple, Tensor] = OrderedDict()
+_spare: dict[tuple, tuple[Tensor, Tensor]] = {}
+_captured: list[tuple[Tensor, Tensor]] = []
+
+
+def _kept(store: OrderedDict, key: tuple, make):
+    """`store[key]`, made when absent; the least recently used entry goes when there are too many."""
+    if key not in store:
+        store[key] = make()
+        if len(store) > _MOST:
+            store.popitem(last=False)
+    store.move_to_end(key)
+    return store[key]
+
+
+def _owner(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, tuple[int, ...]]:
+    """(tensor of each chunk, first chunk of each tensor)."""
+
+    def make() -> tuple[Tensor, tuple[int, ...]]:
+        counts = torch.tensor([cdiv(length, CHUNK) for length in lengths])
+        owner = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), counts)
+        first = torch.cumsum(counts, 0) - counts
+        return owner.to(device), tuple(first.tolist())
+
+    return _kept(_owners, (lengths, device), make)
+
+
+def _table(columns: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    """The table [n, columns] on the device."""
+    if device.type != "cuda":
+        return torch.tensor(columns, dtype=torch.int64).T.contiguous()
+    shape = (len(columns[0]), len(columns), device)
+    if torch.cuda.is_current_stream_capturing():
+        if shape not in _spare:
+            raise KernelError("take one optimiser step before capturing it: its table of addresses is not there yet")
+        _captured.append(_spare.pop(shape))
+        return _send(columns, *_captured[-1])
+
+    def make() -> Tensor:
+        for store in ("spare", "now"):
+            if store == "now" or shape not in _spare:
+                host = torch.empty(shape[0], shape[1], dtype=torch.int64, pin_memory=True)
+                pair = host, torch.empty_like(host, device=device)
+                if store == "spare":
+                    _spare[shape] = pair
+        return _send(columns, *pair)
+
+    return _kept(_tables, (columns, device), make)
+
+
+def _send(columns: tuple[tuple[int, ...], ...], host: Tensor, table: Tensor) -> Tensor:
+    host.copy_(torch.tensor(columns, dtype=torch.int64).T)
+    return table.copy_(host, non_blocking=True)
+
+
+@triton.jit
+def locate(table_ptr, owner_ptr, LISTS: tl.constexpr, CHUNK_SIZE: tl.constexpr):
+    """(row of this program's tensor, its first element here, the tensor's length)."""
+    chunk = tl.program_id(0)
+    row = table_ptr + tl.load(owner_ptr + chunk).to(tl.int64) * (LISTS + 2)
+    numel = tl.load(row + LISTS)
+    start = (chunk - tl.load(row + LISTS + 1)) * CHUNK_SIZE
+    return row, start, numel
+
+
+@triton.jit
+def pointer(place, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """The address that stands at `place`, as a pointer; `ALIGNED` to 16 bytes, so that loads can be wide."""
+    address = tl.load(place).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        address = tl.multiple_of(address, 16)
+    return address
+
+
+@triton.jit
+def read(ptr, at, numel, FULL: tl.constexpr):
+    """Elements as fp32; without a mask in a FULL chunk, where it would forbid wide loads."""
+    if FULL:
+        x = tl.load(ptr + at)
+    else:
+        x = tl.load(ptr + at, mask=at < numel, other=0.0)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def write(ptr, at, x, numel, FULL: tl.constexpr):
+    if FULL:
+        tl.store(ptr + at, x.to(ptr.dtype.element_ty))
+    else:
+        tl.store(ptr + at, x.to(ptr.dtype.element_ty), mask=at < numel)
