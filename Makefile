@@ -20,8 +20,9 @@ SETUP := pyproject.toml setup.py constraints.txt
 
 .PHONY: train test lint docs clean
 
+# One compute thread on a CPU: so small a model gains little from more, and loses much where the machine is shared.
 train: $(VENV)/.installed
-	$(BIN)/forge-run --model pi05 --preset tiny --compile $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/forge-run --model pi05 --preset tiny --compile $(ARGS)
 
 test: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
