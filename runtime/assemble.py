@@ -19,6 +19,7 @@ from vlaforge.data.errors import UserError
 from vlaforge.data.schema import Contract
 from vlaforge.graphs import Plan, StepParts, make_plan
 from vlaforge.graphs.passes.freeze import frozen_to_eval
+from vlaforge.runtime import meta
 from vlaforge.runtime.adapter import attach, is_adapter
 from vlaforge.runtime.args import TrainingArgs
 from vlaforge.runtime.checkpoint import formats
@@ -60,6 +61,9 @@ def build_model(setup: Setup, found: Path | None, note: Callable[[str], None]) -
     """The model on the run's device in fp32: fresh, from `--pretrained-checkpoint`, or from the checkpoint
     `found` that the run resumes. Raises UserError when weights do not fit; `note` gets their account."""
     args, family = setup.args, setup.resolved.family
+    if args.init_on_meta:
+        with meta.parameters_on_meta():
+            return family.model(setup.model_config)
     model = family.model(setup.model_config)
     if found is not None:
         note(f"Resuming from {found}")
@@ -120,14 +124,21 @@ def build_plan(setup: Setup, model: nn.Module, groups: Sequence[Group]) -> Plan:
 
 
 def assemble(
-    setup: Setup, model: nn.Module, groups: Sequence[Group], plan: Plan, ranks: Ranks, timer: StageTimer
+    setup: Setup,
+    model: nn.Module,
+    groups: Sequence[Group],
+    plan: Plan,
+    ranks: Ranks,
+    timer: StageTimer,
+    filled: Callable[[nn.Module], None] = lambda model: None,
 ) -> Parts:
-    """Lowers `model` by `plan`, wraps it, and builds what steps it."""
+    """Lowers `model` by `plan`, wraps it, has `filled` give it missing values, and builds what steps it."""
     args = setup.args
     plan.lower(model)
     model.train()
     frozen_to_eval(model)
     wrapped = ranks.wrap(model, plan)
+    filled(model)
     hyper = Hyper(args.adam_beta1, args.adam_beta2, args.adam_eps, args.sgd_momentum)
     optimizer = build_optimizer(args.optimizer, rebind(groups, model), hyper, args.master_weights)
     ema = Ema(optimizer, args.ema_decay) if args.ema_decay is not None else None

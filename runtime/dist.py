@@ -62,7 +62,7 @@ class ProcessRanks(Ranks):
         self.args, self.device = args, device
         self.timeout = timedelta(minutes=args.distributed_timeout_minutes)
         _die_with_parent()
-        os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         try:
@@ -132,6 +132,9 @@ class ProcessRanks(Ranks):
     def gathered(self, model: nn.Module) -> Iterator[None]:
         """Whole weights on every rank inside the block, for what calls parts of the model (sampling)."""
         modules = sharded_modules(model)
+        if modules:
+            # Else the first part that is called would take itself for the root, before any step has run.
+            model._get_fsdp_state()._lazy_init()
         policies = [keep_gathered(module) for module in modules]
         for module in modules:
             module.unshard()
@@ -253,6 +256,10 @@ class _Heartbeat:
     def report(self, world: int) -> str:
         """One sentence about the ranks that are behind, or silent."""
         try:
+            # `get` would wait for a rank that has not told anything yet.
+            early = [rank for rank in range(world) if not self.store.check([f"forge/beat/{rank}"])]
+            if early:
+                return f"Rank {', '.join(map(str, early))} had only begun."
             told = {rank: self.store.get(f"forge/beat/{rank}").decode().split() for rank in range(world)}
         except Exception:
             return "Which rank failed is not known: the launcher's store has gone."

@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import tempfile
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -47,6 +48,7 @@ def launch(args: TrainingArgs, argv: Sequence[str]) -> int:
         max_nodes=1,
         nproc_per_node=args.nproc,
         max_restarts=args.max_restarts,
+        run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         monitor_interval=0.2,

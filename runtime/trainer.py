@@ -23,13 +23,14 @@ from vlaforge.data.errors import UserError
 from vlaforge.data.loader import SampleError
 from vlaforge.data.schema import Minibatch
 from vlaforge.graphs.profile import stage
+from vlaforge.runtime import meta
 from vlaforge.runtime.assemble import Parts, assemble, build_groups_of, build_model, build_plan, to_device
 from vlaforge.runtime.checkpoint import files, rehearsal
 from vlaforge.runtime.checkpoint.state import capture, restore
 from vlaforge.runtime.checkpoint.store import Checkpoints, Content, reason
 from vlaforge.runtime.evaluate import held_out_loss
 from vlaforge.runtime.hooks import Hooks
-from vlaforge.runtime.meter import Meter, StageTimer
+from vlaforge.runtime.meter import Meter, StageTimer, work_of
 from vlaforge.runtime.metrics import Log, OnTheWay, open_log
 from vlaforge.runtime.optim import low_precision_without_masters
 from vlaforge.runtime.process import Garbage, StopSignal, prepare
@@ -109,15 +110,29 @@ class Trainer:
         if self.ranks.leads:
             self.store.sweep()
         found = self._found()
+        if self.args.init_on_meta:
+            meta.check(self.args, self.ranks.world, found is not None)
         self.model = build_model(self.setup, found, self.hooks.note)
         self.completed = int(files.manifest(found)["step"]) if found is not None else 0
-        self.hooks.started(self)
+        if not self.args.init_on_meta:
+            self.hooks.started(self)
         groups = build_groups_of(self.args, self.model)
         plan = build_plan(self.setup, self.model, groups)
         self.hooks.note(plan.text())
+        work = work_of(self.model, self.setup.contract, plan)
         for warning in plan.warnings:
             self.hooks.note(f"Warning: {warning}")
-        self.parts = assemble(self.setup, self.model, groups, plan, self.ranks, self.timer)
+
+        def filled(model: nn.Module) -> None:
+            if self.args.init_on_meta:
+                account = meta.fill(model, self.setup.resolved.family, self.args, found, self.device)
+                self.hooks.note(f"Each rank read its shards of {found or self.args.pretrained_checkpoint}")
+                self.hooks.note(f"  {account.text()}")
+
+        self.parts = assemble(self.setup, self.model, groups, plan, self.ranks, self.timer, filled)
+        if self.args.init_on_meta:
+            with self.ranks.gathered(self.model):
+                self.hooks.started(self)
         if found is not None:
             self.completed, notes = restore(self.parts, self.ranks, found)
             self.checkpoint, self._saved = found, self.completed
@@ -136,7 +151,7 @@ class Trainer:
         tree = self.setup.resolved.tree()
         self.log = open_log(self.args, self.folder, tree, self.completed) if self.ranks.leads else Log([])
         self._skipped = self.parts.core.guard.state()["skipped"]
-        self.meter = Meter(self.device, self.ranks.world)
+        self.meter = Meter(self.device, self.ranks.world, work)
 
     def _found(self) -> Path | None:
         """The checkpoint to resume from, when that was asked for."""
@@ -246,8 +261,7 @@ class Trainer:
             self.hooks.note("stages: " + ", ".join(f"{name} {value:.1f} ms" for name, value in stages.items()))
 
     def _tokens(self, minibatches: list[Minibatch]) -> int:
-        count = getattr(self.model, "tokens", None)
-        return 0 if count is None else sum(count(minibatch.batch) for minibatch in minibatches)
+        return sum(self.model.token_count(minibatch.batch) for minibatch in minibatches)
 
     # ------------------------------------------------------------------------------------------ evaluating
 
