@@ -113,6 +113,11 @@ class EmbodiedModel(nn.Module, ABC):
         """Path patterns (fnmatch) of modules whose weights stay fp32 when the rest is bf16."""
         return []
 
+    def token_count(self, batch: Batch) -> int:
+        """Sequence positions that `batch` puts through the repeated blocks, from its shapes alone, for rates in logs;
+        0 where the family does not say."""
+        return 0
+
     def forward(
         self,
         batch: Batch,

@@ -8,14 +8,55 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from vlaforge.data.schema import Minibatch
+from vlaforge.data.schema import Contract, Minibatch
+from vlaforge.graphs import Plan
+from vlaforge.graphs.cost import meta_inputs, step_cost
 from vlaforge.graphs.profile import stage
+from vlaforge.models.base import EmbodiedModel
+from vlaforge.runtime.lora import inject
 
 GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a micro-batch at full size costs, for model FLOPs utilisation; zeros where the device's peak is unknown.
+
+    Args:
+        flops: of forward and backward. tokens: through the repeated blocks. peak: FLOP/s of one device.
+    """
+
+    flops: float = 0.0
+    tokens: int = 0
+    peak: float = 0.0
+
+    def used(self, micro: int, tokens: int, seconds: float) -> float:
+        """The share of the peak that `micro` micro-batches with `tokens` in all made use of. Batches whose padding was
+        cut count in proportion to their tokens."""
+        share = tokens / self.tokens if self.tokens and tokens else micro
+        return self.flops * share / seconds / self.peak
+
+
+def work_of(model: EmbodiedModel, contract: Contract, plan: Plan) -> Work:
+    """Counted on the meta device under the plan's options, before `model` is lowered; nothing is counted for a device
+    without a known peak."""
+    peak = plan.options.device_kind.flops(plan.options.torch_dtype)
+    if not peak:
+        return Work()
+    with torch.device("meta"):
+        twin = type(model)(model.config)
+        if adapter := getattr(model, "lora", None):
+            inject(twin, adapter.config)
+    for name, parameter in model.named_parameters():
+        twin.get_parameter(name).requires_grad_(parameter.requires_grad)
+    cost, _ = step_cost(twin, contract, plan.options)
+    batch, _ = meta_inputs(contract, plan.options.batch_size)
+    return Work(float(cost.total.flops), model.token_count(batch), peak)
 
 
 class Meter:
@@ -24,12 +65,11 @@ class Meter:
     Args:
         device: whose memory is reported.
         world: ranks; counts of this rank times the ranks give the global rates.
-        flops_per_s: peak of one device, 0 when unknown.
-        flops: of one micro-batch's forward and backward, at the largest shapes; 0 when unknown.
+        work: of one micro-batch, for ``mfu``.
     """
 
-    def __init__(self, device: torch.device, world: int = 1, flops: float = 0.0, flops_per_s: float = 0.0):
-        self.device, self.world, self.flops, self.flops_per_s = device, world, flops, flops_per_s
+    def __init__(self, device: torch.device, world: int = 1, work: Work | None = None):
+        self.device, self.world, self.work = device, world, work or Work()
         self.samples = self.tokens = self.steps = self.micro = 0
         self.waited = 0.0
         self.began = time.perf_counter()
@@ -64,8 +104,8 @@ class Meter:
         }
         if self.tokens:
             rates["tokens_per_s"] = self.tokens * self.world / elapsed
-        if self.flops and self.flops_per_s:
-            rates["mfu"] = self.flops * self.micro / elapsed / self.flops_per_s
+        if self.work.peak:
+            rates["mfu"] = self.work.used(self.micro, self.tokens, elapsed)
         self.samples = self.tokens = self.steps = self.micro = 0
         self.waited, self.began = 0.0, now
         return rates

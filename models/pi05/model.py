@@ -228,6 +228,11 @@ class Model(EmbodiedModel):
             x_BPD, _, _ = layer.language(x_BPD, cos, sin, valid_BP)
         return self.norm(x_BPD)
 
+    def token_count(self, batch: Batch) -> int:
+        """Positions of the joint attention: of all views in the batch, the prompt and the actions."""
+        samples, views = batch["image_mask"].shape
+        return samples * (views * self.config.image_tokens + batch["tokens"].shape[1] + self.config.action_horizon)
+
     def blocks(self) -> list[BlockGroup]:
         vision = tuple(f"vision.layers.{i}" for i in range(self.config.vision.depth))
         joint = tuple(f"layers.{i}" for i in range(self.config.language.depth))

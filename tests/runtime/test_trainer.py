@@ -164,6 +164,27 @@ def test_rows_hold_what_they_should(runs):
     assert runs.hooks.rows[-1]["step"] == 6
 
 
+def test_rates_and_utilisation(runs, monkeypatch):
+    """Tokens from the batch's shapes; MFU is counted FLOPs over time and peak, in proportion to the tokens that are
+    left after trimming."""
+    from dataclasses import replace
+
+    from vlaforge.graphs.devices import KINDS
+
+    kind = replace(KINDS["cpu"], fp32=1e12)
+    monkeypatch.setitem(KINDS, "cpu", kind)
+    lora = runs("--train-iters", "1", "--use-lora", "--lora-target-modules", "expert").meter.work
+    trainer = runs("--detail-log-interval", "0")
+    work, rows = trainer.meter.work, runs.rows(trainer)
+    config = trainer.setup.model_config
+    full = 2 * (config.num_images * config.image_tokens + config.max_token_len + config.action_horizon)
+    assert work.tokens == full and work.peak == 1e12 and 1e6 < lora.flops < work.flops
+    for row in rows:
+        tokens = row["tokens_per_s"] * row["step_time_s"]
+        assert 0 < tokens <= full * 1.0001
+        assert row["mfu"] == pytest.approx(work.flops * tokens / full / row["step_time_s"] / 1e12, rel=1e-6)
+
+
 def test_log_interval_and_own_loss(runs):
     trainer = runs("--log-interval", "4", "--detail-log-interval", "0", "--loss-log-rank", "0")
     rows = runs.rows(trainer)
