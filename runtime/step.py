@@ -139,8 +139,7 @@ class Step:
             if not leaves:
                 squares.append(torch.zeros((), device=self.optimizer.device))
                 continue
-            norms = torch._foreach_norm([leaf.grad for leaf in leaves], 2, dtype=torch.float32)
-            squares.append(self.ranks.square_norms(torch.stack(norms).square(), leaves).sum())
+            squares.append(self.ranks.square_norms(self.optimizer.square_sums(leaves), leaves).sum())
         squares_G = torch.stack(squares)
         return squares_G.sum().sqrt() / self.loss_scale.scale, squares_G.sqrt() / self.loss_scale.scale
 

@@ -95,6 +95,7 @@ class Bucket:
     state: dict[str, list[Tensor]]
     params: list[Tensor]
     ema: list[Tensor] | None
+    ema_decay: float
     lr: Tensor
     weight_decay: float
     scale: Tensor
@@ -177,6 +178,13 @@ class Optimizer:
         """Leaves that have a gradient."""
         return [leaf for leaf in self.leaves if leaf.param.grad is not None]
 
+    def square_sums(self, leaves: Sequence[Leaf]) -> Tensor:
+        """Σ g² of each leaf's gradient (of this rank's part of it): fp32 [n]."""
+        grads = [leaf.grad for leaf in leaves]
+        if hasattr(self.executor, "square_sums"):
+            return self.executor.square_sums(grads)
+        return torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).square()
+
     @torch.no_grad()
     def step(self, lr: Tensor, scale: Tensor, ok: Tensor) -> None:
         """Updates every parameter that has a gradient.
@@ -212,6 +220,7 @@ class Optimizer:
             state={key: [leaf.state[key] for leaf in leaves] for key in self.keys},
             params=[local(leaf.param.data) for leaf in leaves],
             ema=[self.ema.shadow(leaf) for leaf in leaves] if self.ema is not None else None,
+            ema_decay=self.ema.decay if self.ema is not None else 0.0,
             lr=rates[leaves[0].group],
             weight_decay=group.weight_decay,
             scale=scale,

@@ -244,6 +244,31 @@ def test_external_kernels_get_their_documented_arguments(monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize("low", [False, True])
+def test_multi_tensor_kernel_is_driven_right(monkeypatch, low):
+    """Its reference stands in for it here: the same trajectory, masters, rounding and average as the torch path."""
+    from vlaforge.runtime.ema import Ema
+    from vlaforge.runtime.optim.forge import ForgeAdam
+
+    nets, averages = (Net(), Net()), []
+    for net, devices in zip(nets, (("cuda",), ("cpu",))):
+        monkeypatch.setattr(ForgeAdam, "devices", devices)
+        for param in net.parameters() if low else ():
+            param._master_fp32 = param.data.clone()
+            param.data = param.data.to(torch.bfloat16)
+        optimizer = build_optimizer("ForgeAdamW", groups_of(net), HYPER)
+        averages.append(Ema(optimizer, 0.9))
+        run(net, optimizer, 1e-2, 6)
+        backward(net, 7)
+        optimizer.step(torch.tensor([1e-2]), torch.tensor(float("nan")), NO)
+        squares = optimizer.square_sums([leaf for leaf in optimizer.leaves if leaf.name == "head.weight"])
+        torch.testing.assert_close(squares[0], net.head.weight.grad.float().square().sum())
+    close = {"rtol": 1e-2, "atol": 1e-2} if low else {"rtol": 2e-6, "atol": 1e-7}
+    for name, param in nets[0].named_parameters():
+        torch.testing.assert_close(nets[1].get_parameter(name), param, **close)
+        torch.testing.assert_close(averages[1].tensors()[name], averages[0].tensors()[name], **close)
+
+
 def test_unknown_optimiser_names_the_nearest():
     with pytest.raises(UserError, match="TorchFusedAdamW"):
         build_optimizer("TorchFuseAdamW", groups_of(Net()))
