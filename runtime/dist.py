@@ -7,10 +7,12 @@ that a time-out names the ranks that did not come.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -50,6 +52,15 @@ def own_device(device: torch.device) -> torch.device:
         return device
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def end(code: int) -> None:
+    """Ends this rank now, with all exit handlers run. Tearing down the interpreter while a backend's threads still
+    exist aborts now and then, and would turn a finished job into a failed one."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class ProcessRanks(Ranks):

@@ -11,6 +11,8 @@ The units of sharding are the model's declared blocks (`EmbodiedModel.blocks`); 
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -69,6 +71,14 @@ def _unflatten_losses(values: Any, context: Any) -> Losses:
 register_pytree_node(Losses, _flatten_losses, _unflatten_losses)
 
 
+# torch 2.13 renamed the argument.
+_BUFFERS = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(DistributedDataParallel.__init__).parameters
+)
+
+
 def wrap_ddp(model: EmbodiedModel, args: TrainingArgs, device: torch.device) -> DistributedDataParallel:
     """DDP with a static graph and bucket views, unless the flags say otherwise.
 
@@ -88,7 +98,7 @@ def wrap_ddp(model: EmbodiedModel, args: TrainingArgs, device: torch.device) -> 
         find_unused_parameters=bool(args.ddp_find_unused_parameters),
         gradient_as_bucket_view=args.ddp_gradient_as_bucket_view is not False,
         static_graph=static,
-        broadcast_buffers=args.ddp_broadcast_buffers,
+        **{_BUFFERS: args.ddp_broadcast_buffers},
         init_sync=args.ddp_init_sync,
     )
     if args.ddp_comm_hook is not None:
@@ -103,6 +113,8 @@ def wrap_ddp(model: EmbodiedModel, args: TrainingArgs, device: torch.device) -> 
 
 def wrap_fsdp(model: EmbodiedModel, args: TrainingArgs, device: torch.device, strategy: str) -> EmbodiedModel:
     """FSDP2 on the model's units, in place; masters that the cast left move to the sharded parameters."""
+    # A last layer hands its input on as it came; nothing of ours writes into it.
+    warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
     masters = {name: p._master_fp32 for name, p in model.named_parameters() if hasattr(p, "_master_fp32")}
     _cast_originals(model, args)
     options: dict[str, Any] = {"mesh": mesh_of(args, device, strategy), "mp_policy": _precision(args)}

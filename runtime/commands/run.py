@@ -7,7 +7,6 @@ Exit codes: 0 done, 1 the run failed, 2 something given cannot be used, 130 inte
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 import traceback
@@ -99,14 +98,16 @@ def train_as_rank(resolved: Resolved) -> int:
     resolved = replace(resolved, args=args)
     with dist.ProcessRanks(args, device) as ranks:
         try:
-            return train(resolved, Console(quiet=not ranks.leads), ranks)
+            code = train(resolved, Console(quiet=not ranks.leads), ranks)
         except UserError:
             raise
         except Exception:
             traceback.print_exc()
             print(f"forge-run: rank {ranks.rank} stopped. {ranks.absent()}", file=sys.stderr, flush=True)
             # Ending in the ordinary way would wait for collectives that never complete.
-            os._exit(1)
+            dist.end(1)
+    dist.end(code)
+    return code
 
 
 def _settings_help(given: Given) -> str:

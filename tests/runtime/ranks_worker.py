@@ -7,20 +7,23 @@ Rank 0 writes FILE.out: for every run its losses and gradient norms, and what ea
 
 import json
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.tensor import DTensor
 
 from vlaforge.runtime.args import TrainingArgs
 from vlaforge.runtime.config import resolve_given
-from vlaforge.runtime.dist import ProcessRanks, launched
+from vlaforge.runtime.dist import ProcessRanks, end, launched
 from vlaforge.runtime.flags import parse
 from vlaforge.runtime.metrics import Log
 from vlaforge.runtime.ranks import Ranks
 from vlaforge.runtime.setup import build_setup
+from vlaforge.runtime.step import Step
 from vlaforge.runtime.trainer import Trainer
 from vlaforge.runtime.wrap import strategy_of
 
@@ -36,37 +39,60 @@ def run(argv, ranks):
     if ranks.world > 1:
         ranks.strategy, ranks._shard_group = strategy_of(resolved.args, ranks.world), None
     trainer = Trainer(build_setup(resolved), None, ranks)
-    traffic = Traffic() if ranks.world > 1 and "--count-traffic" in sys.argv else None
-    if traffic:
-        traffic.hook(trainer)
-    trainer.train()
+    counting = Traffic() if ranks.world > 1 and "--count-traffic" in sys.argv else nullcontext()
+    with counting as traffic:
+        trainer.train()
     weights = list(trainer.parts.model.parameters())
     moments = [t for leaf in trainer.parts.optimizer.leaves for t in leaf.state.values()]
     result = {"weights": local_bytes(weights), "optimizer": local_bytes(moments)}
-    if traffic:
+    if traffic is not None:
         result["traffic"] = traffic.bytes
     return result
 
 
 class Traffic:
-    """Bytes that this rank hands to each collective in the last step, by the collective's name."""
+    """Bytes of whole tensors in each kind of collective during one step: gathered, scattered, all-reduced."""
 
-    NAMES = (
-        "all_reduce", "all_gather_single", "all_gather_into_tensor", "reduce_scatter_tensor", "reduce_scatter_single",
-    )  # fmt: skip
+    NAMES = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_tensor", "reduce_scatter_single")
 
     def __init__(self):
         self.bytes: dict[str, int] = {}
+        self.inside = False
 
-    def hook(self, trainer):
-        def counted(name, call, *args, **kwargs):
-            tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
-            self.bytes[name] = self.bytes.get(name, 0) + max(t.numel() * t.element_size() for t in tensors)
-            return call(*args, **kwargs)
+    def __enter__(self):
+        self.plain = {name: getattr(dist, name) for name in self.NAMES if hasattr(dist, name)}
+        for name, call in self.plain.items():
+            setattr(dist, name, partial(self.counted, name, call))
+        self.hook, self.step = default_hooks.allreduce_hook, Step.__call__
+        default_hooks.allreduce_hook = self.bucket
 
-        for name in self.NAMES:
-            if hasattr(dist, name):
-                setattr(dist, name, partial(counted, name, getattr(dist, name)))
+        def step(core, minibatches, run=self.step):
+            self.bytes, self.inside = {}, True
+            try:
+                return run(core, minibatches)
+            finally:
+                self.inside = False
+
+        Step.__call__ = step
+        return self
+
+    def __exit__(self, *_):
+        for name, call in self.plain.items():
+            setattr(dist, name, call)
+        default_hooks.allreduce_hook, Step.__call__ = self.hook, self.step
+
+    def add(self, kind, tensors):
+        if self.inside:
+            self.bytes[kind] = self.bytes.get(kind, 0) + max(t.numel() * t.element_size() for t in tensors)
+
+    def counted(self, name, call, *args, **kwargs):
+        kind = "gathered" if "gather" in name else "scattered"
+        self.add(kind, [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)])
+        return call(*args, **kwargs)
+
+    def bucket(self, group, bucket):
+        self.add("reduced", [bucket.buffer()])
+        return self.hook(group, bucket)
 
 
 def main() -> None:
@@ -89,6 +115,7 @@ def main() -> None:
         Path(sys.argv[1] + ".out").write_text(json.dumps(results))
     if dist.is_initialized():
         dist.destroy_process_group()
+        end(0)
 
 
 if __name__ == "__main__":

@@ -84,6 +84,56 @@ def test_same_numbers(world, alone, tmp_path):
         assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5), name
 
 
+def rows(folder: Path) -> list[tuple[int, float]]:
+    return [(row["step"], row["loss"]) for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())]
+
+
+def forge_run(folder: Path, world: int, *flags: str) -> list[tuple[int, float]]:
+    """`forge-run` as a person calls it, with a global batch of `TOTAL`; the run's (step, loss) so far."""
+    argv = [*BASE, "--eval-episodes", "none", "--output-dir", str(folder)]
+    argv += ["--per-device-batch-size", str(TOTAL // world)]
+    argv += ["--nproc", str(world)] if world > 1 else []
+    done = subprocess.run(
+        [sys.executable, "-m", "vlaforge.runtime.commands.run", *argv, *flags],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return rows(folder)
+
+
+def test_a_run_goes_on_with_other_ranks(tmp_path):
+    """2 ranks of DDP, then 4 of FSDP, then one process: the losses of an uninterrupted run, every step once; and its
+    weights are read shard by shard as a start."""
+    run = ["--lr-decay-iters", "6", "--save-interval", "2"]
+    whole = forge_run(tmp_path / "whole", 1, *run, "--train-iters", "6")
+    parted = tmp_path / "parted"
+    forge_run(parted, 2, *run, "--train-iters", "2", *STRATEGIES["ddp"])
+    forge_run(parted, 4, *run, "--train-iters", "4", "--resume", *STRATEGIES["fsdp"])
+    together = forge_run(parted, 1, *run, "--train-iters", "6", "--resume")
+    assert [step for step, _ in together] == list(range(1, 7))
+    assert [loss for _, loss in together] == pytest.approx([loss for _, loss in whole], rel=1e-5)
+    last = str(parted / "checkpoints" / "steps_6")
+    start = ["--train-iters", "2", "--save-interval", "0", "--pretrained-checkpoint", last]
+    sharded = forge_run(tmp_path / "meta", 2, *start, "--init-on-meta", *STRATEGIES["fsdp"])
+    plain = forge_run(tmp_path / "plain", 1, *start)
+    assert [loss for _, loss in sharded] == pytest.approx([loss for _, loss in plain], rel=1e-5)
+
+
+def test_traffic_is_the_least(tmp_path):
+    """Bytes in collectives of one step against the least that each strategy can do with: DDP all-reduces its gradients
+    once; ZeRO-1 gathers the weights and scatters the gradients once; FSDP gathers what is in units once more."""
+    flags = [*BASE, "--per-device-batch-size", "4", "--train-iters", "2", "--eval-episodes", "none"]
+    jobs = {name: [*flags, *STRATEGIES[name]] for name in ("ddp", "zero1", "fsdp")}
+    jobs["ddp"] += ["--ddp-comm-hook", "allreduce_hook"]
+    results = {name: result["ranks"][0] for name, result in take(2, jobs, tmp_path, "--count-traffic").items()}
+    weights = results["ddp"]["weights"]
+    gradients = results["ddp"]["optimizer"] // 2
+    assert results["ddp"]["traffic"] == {"reduced": gradients}
+    assert results["zero1"]["traffic"] == {"gathered": weights, "scattered": gradients}
+    sent = results["fsdp"]["traffic"]
+    assert sent["scattered"] == gradients and weights < sent["gathered"] <= 2 * weights
+
+
 def test_memory_is_shared(tmp_path):
     """ZeRO-1 and FSDP hold about 1/N of the optimiser, FSDP of the weights, too; DDP holds all of it."""
     jobs = {name: [*BASE, "--per-device-batch-size", "2", *STRATEGIES[name]] for name in ("ddp", "zero1", "fsdp")}
