@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 from vlaforge.data.dataset import DatasetInfo
 from vlaforge.data.errors import UserError, unknown
+from vlaforge.data.schema import IMAGES, Sample
 
 SLOTS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 """Names of the camera slots, in the model's order; a model with more continues with ``view_3``, ..."""
@@ -50,3 +53,37 @@ def assign_cameras(
     if not any(assigned):
         raise UserError("No camera is left for the model: the dataset has none, or data.image_mask hides all.")
     return tuple(assigned)
+
+
+def check_image_size(model: int, data: int) -> None:
+    """UserError when `model.image_size` and `data.image_size` differ."""
+    if data != model:
+        raise UserError(f"data.image_size is {data}, but model.image_size is {model}: set both alike.")
+
+
+def one_size(info: DatasetInfo, cameras: Sequence[str | None]) -> bool:
+    """Whether all assigned cameras record frames of one size, so that they can travel as they are."""
+    used = [info.cameras[name] for name in cameras if name is not None]
+    return len({(camera.height, camera.width) for camera in used}) == 1
+
+
+def frames_of(obs: Sample, cameras: Sequence[str | None]) -> list[np.ndarray | None]:
+    """Each slot's frame uint8 [h, w, 3], None where it is empty or `obs` lacks the camera. UserError without any."""
+    frames = [None if name is None else obs.get(f"{IMAGES}{name}") for name in cameras]
+    if all(frame is None for frame in frames):
+        raise UserError(f"The observation has none of the cameras {[name for name in cameras if name]}.")
+    return frames
+
+
+def stack_views(
+    frames: Sequence[np.ndarray | None], size: tuple[int, int], resize: Callable[[np.ndarray], np.ndarray], raw: bool
+) -> np.ndarray:
+    """uint8 [V, h, w, 3]; absent views are black. With `raw`, frames of one size stay as they are; else `resize`
+    makes each [*size, 3]."""
+    shapes = {frame.shape for frame in frames if frame is not None}
+    raw = raw and len(shapes) == 1
+    out = np.zeros((len(frames), *(shapes.pop() if raw else (*size, 3))), np.uint8)
+    for view, frame in enumerate(frames):
+        if frame is not None:
+            out[view] = frame if raw else resize(frame)
+    return out

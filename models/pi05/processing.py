@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from vlaforge.data.cameras import assign_cameras, slot_names
+from vlaforge.data.cameras import assign_cameras, check_image_size, frames_of, one_size, slot_names, stack_views
 from vlaforge.data.dataset import DatasetInfo
 from vlaforge.data.errors import UserError
 from vlaforge.data.images import resize_with_pad, resize_with_pad_pil, to_float
 from vlaforge.data.normalize import NormalizerSet
-from vlaforge.data.schema import ACTION, ACTION_IS_PAD, IMAGES, STATE, TASK, DataNeeds, Sample
+from vlaforge.data.schema import ACTION, ACTION_IS_PAD, STATE, TASK, DataNeeds, Sample
 from vlaforge.data.tokenizer import Tokenizer
 from vlaforge.data.transforms import ColorJitter, Compose, RandomCrop, Resize, ResizeWithPad, Rotate
 from vlaforge.models.pi05.config import DataConfig, ModelConfig
@@ -65,15 +65,14 @@ class Processing:
         self.transform = getattr(data_config, "action_transform", None)
         self._check()
         self.cameras = assign_cameras(data_config.cameras, dataset_info, self._slots(), data_config.image_mask)
-        self.on_device = self._resizes_on_device()
+        # Raw frames go to the device when it can do all that is left: one size, and no Pillow.
+        on_device = data_config.resize_on_device and not data_config.image_antialias
+        self.on_device = on_device and one_size(dataset_info, self.cameras)
         self._warned = False
 
     def _check(self) -> None:
         model, data = self.model, self.data
-        if data.image_size != model.image_size:
-            raise UserError(
-                f"data.image_size is {data.image_size}, but model.image_size is {model.image_size}: set both alike."
-            )
+        check_image_size(model.image_size, data.image_size)
         if self.length > model.max_token_len:
             raise UserError(
                 f"data.max_token_len is {self.length}, more than model.max_token_len, {model.max_token_len}."
@@ -94,12 +93,6 @@ class Processing:
         if count > self.model.num_images:
             raise UserError(f"data.num_images is {count}, but the model has {self.model.num_images} camera slots.")
         return count
-
-    def _resizes_on_device(self) -> bool:
-        """Raw frames go to the device when it can do all that is left: one size, and no Pillow."""
-        used = [self.info.cameras[name] for name in self.cameras if name is not None]
-        one_size = len({(camera.height, camera.width) for camera in used}) == 1
-        return one_size and self.data.resize_on_device and not self.data.image_antialias
 
     def needs(self) -> DataNeeds:
         names = tuple(dict.fromkeys(name for name in self.cameras if name is not None))
@@ -122,10 +115,11 @@ class Processing:
 
     def observe(self, obs: Sample, rng: np.random.Generator | None = None) -> dict[str, np.ndarray]:
         """Images, prompt and their masks: what `act` needs. A camera missing from `obs` is masked."""
-        frames = [None if name is None else obs.get(f"{IMAGES}{name}") for name in self.cameras]
+        frames = frames_of(obs, self.cameras)
         state = self._state(obs) if self.data.discrete_state_input else None
         tokens, token_mask = self._tokens(prompt(str(obs.get(TASK, "")), state))
-        images = self._images(frames)
+        size = (self.model.image_size, self.model.image_size)
+        images = stack_views(frames, size, self._resized, raw=self.on_device)
         augmented = {} if rng is None else {"placements": self._placements(images, rng)}
         return {
             "images": images,
@@ -165,19 +159,6 @@ class Processing:
                 stacklevel=2,
             )
         return tokens, mask
-
-    def _images(self, frames: list[np.ndarray | None]) -> np.ndarray:
-        """uint8 [V, h, w, 3]; absent views are black. Raw size when the device resizes, else the model's."""
-        sizes = {frame.shape for frame in frames if frame is not None}
-        if not sizes:
-            raise UserError(f"The observation has none of the cameras {[name for name in self.cameras if name]}.")
-        raw = self.on_device and len(sizes) == 1
-        shape = sizes.pop() if raw else (self.model.image_size, self.model.image_size, 3)
-        out = np.zeros((len(frames), *shape), np.uint8)
-        for view, frame in enumerate(frames):
-            if frame is not None:
-                out[view] = frame if raw else self._resized(frame)
-        return out
 
     def _placements(self, images_VHWC: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """float32 [V, 16]: OpenPI's training augmentation, which the device applies as it resizes."""

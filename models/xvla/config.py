@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from vlaforge.data import schema
 from vlaforge.data.errors import UserError
@@ -22,6 +23,8 @@ DOMAINS = {
 class ModelConfig:
     """Args:
     image_size: pixels a side that reach the vision tower.
+    image_resize: how frames come to it: ``resize`` (antialiased bicubic, the aspect is not kept) or ``pad_left_top``
+        (aspect kept, padded at the left and top, as LeRobot's option).
     num_image_views: camera slots V; the first one is read together with the text.
     action_horizon: H. action_mode: see `actions.py`.
     action_dim, state_dim: the robot's; None takes the dataset's.
@@ -35,6 +38,7 @@ class ModelConfig:
     image_positions: int = 50
     image_frames: int = 100
     image_size: int = 224
+    image_resize: Literal["resize", "pad_left_top"] = "resize"
     num_image_views: int = 3
     max_token_len: int = 50
     hidden_size: int = 1024
@@ -60,6 +64,13 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.action_mode not in NAMES:
             raise UserError(f"model.action_mode '{self.action_mode}' is unknown: allowed are {', '.join(NAMES)}.")
+        if self.image_resize not in ("resize", "pad_left_top"):
+            raise UserError(f"model.image_resize is '{self.image_resize}'; allowed are resize and pad_left_top.")
+        if self.action_dim is not None and not 0 < self.action_dim <= self.action_width:
+            raise UserError(
+                f"model.action_dim is {self.action_dim}, but action space '{self.action_mode}' has {self.action_width} "
+                f"dimensions: choose another model.action_mode (auto takes any, up to model.max_action_dim)."
+            )
         if self.sequence > self.max_len_seq:
             raise UserError(
                 f"model.max_len_seq is {self.max_len_seq}; {self.action_horizon} action tokens, {self.max_token_len} "
@@ -92,14 +103,17 @@ class ModelConfig:
 @dataclass(frozen=True)
 class DataConfig(schema.DataConfig):
     """Args:
-    normalization_mode: X-VLA trains on raw end-effector poses, so ``identity``.
+    normalization_mode: X-VLA trains on raw end-effector poses, so ``identity``; action spaces without gripper logits
+        may have any other.
     domain: a name of `DOMAINS`, a number, or None: by the dataset's robot type, else 0.
-    image_resize: ``resize`` to the square, or ``pad_left_top`` (keeps the aspect, as LeRobot's option).
-    pad_actions: ``mask`` leaves padded steps out of the loss; ``train`` counts them, as published.
+    pad_actions: ``mask`` leaves steps beyond the episode's end and dimensions that the robot lacks out of the loss;
+        ``train`` counts them, as published.
     """
 
     normalization_mode: str = "identity"
     domain: str | None = None
-    image_resize: str = "resize"
-    image_augment: bool = False
     pad_actions: str = "mask"
+
+    def __post_init__(self) -> None:
+        if self.pad_actions not in ("mask", "train"):
+            raise UserError(f"data.pad_actions is '{self.pad_actions}'; allowed are mask and train.")

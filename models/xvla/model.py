@@ -18,6 +18,7 @@ from vlaforge.data.schema import Batch, Contract, Draw, DrawSpec, Field, Trim
 from vlaforge.models.action.embodiment import EmbodimentLinear
 from vlaforge.models.base import BlockGroup, EmbodiedModel, Losses
 from vlaforge.models.blocks.dropout import Dropout
+from vlaforge.models.blocks.image import NormalizeImages
 from vlaforge.models.towers.florence2 import BartEncoder, DaViT, Florence2Projector, dropout_attention
 from vlaforge.models.xvla.config import ModelConfig
 
@@ -79,6 +80,7 @@ class Policy(nn.Module):
         time_BK = time_embedding(time_B, self.dim_time)
         inputs = [x_BHA, state_BS[:, None].expand(b, h, -1), time_BK[:, None].expand(b, h, -1)]
         actions = self.action_encoder(torch.cat([part.to(weight_dtype) for part in inputs], dim=-1), domain_B)
+        actions = actions.to(text.dtype)
         if self.hetero:
             text, views = self.vlm_proj(text, domain_B), self.aux_visual_proj(views, domain_B)
         else:
@@ -88,7 +90,7 @@ class Policy(nn.Module):
         x_BTD = torch.cat([x_BTD, self.soft_prompts.index_select(0, domain_B)], dim=1)
         for block in self.blocks:
             x_BTD = block(x_BTD, seed_B)
-        return self.action_decoder(self.norm(x_BTD[:, :h]), domain_B)
+        return self.action_decoder(self.norm(x_BTD[:, :h]).to(weight_dtype), domain_B)
 
 
 def time_embedding(time_B: Tensor, dim: int, max_period: float = 100.0) -> Tensor:
@@ -108,6 +110,7 @@ class Model(EmbodiedModel):
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         salts = count()
+        self.prepare = NormalizeImages((config.image_size, config.image_size), fit=config.image_resize)
         self.vision = DaViT(config.vision, salts)
         self.projector = Florence2Projector(
             config.vision.dims[-1], config.text.width, config.image_positions, config.image_frames
@@ -127,7 +130,7 @@ class Model(EmbodiedModel):
             config.action_width,
         )
         fields = {
-            "images": Field((views, 3, size, size), torch.float32, "VCHW", -2.0, 2.0),
+            "images": Field((views, size, size, 3), torch.uint8, "VHWC", 0, 256, free="HW"),
             "image_mask": Field((views,), torch.bool, "V"),
             "tokens": Field((config.max_token_len,), torch.int64, "L", 3, config.text.vocab_size),
             "state": Field((config.state_width,), torch.float32, "S", -1.0, 1.0),
@@ -146,11 +149,28 @@ class Model(EmbodiedModel):
         # Views that no sample has stand last, and are not encoded; their zeros stay in the sequence.
         return Contract(fields, draws, (Trim("image_mask", (("images", 1),), keep="prefix"),))
 
+    def encode_frozen(self, batch: Batch) -> Batch:
+        """With a frozen vision-language tower, `text_features` [B, T, C] and `view_features` [B, T', C] take the place
+        of images and tokens."""
+        parts = (self.vision, self.projector, self.language)
+        if "text_features" in batch or any(p.requires_grad for part in parts for p in part.parameters()):
+            return batch
+        with torch.no_grad():
+            text, views = self._look(batch, None)
+        rest = {name: value for name, value in batch.items() if name not in ("images", "tokens")}
+        return Batch(rest, text_features=text, view_features=views)
+
     def features(self, batch: Batch, seed_B: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(text with view 0 [B, T, vlm width], the other views' tokens [B, T', vlm width])."""
-        images_BVCHW, mask_BV = batch["images"], batch["image_mask"]
-        b, given = images_BVCHW.shape[:2]
-        images = images_BVCHW.flatten(0, 1).to(self.projector.projection.weight.dtype)
+        batch = self.encode_frozen(batch)
+        if "text_features" in batch:
+            return batch["text_features"], batch["view_features"]
+        return self._look(batch, seed_B)
+
+    def _look(self, batch: Batch, seed_B: Tensor | None) -> tuple[Tensor, Tensor]:
+        mask_BV = batch["image_mask"]
+        b, given = batch["images"].shape[:2]
+        images = self.prepare(batch["images"], self.projector.projection.weight.dtype)
         seed_N = None if seed_B is None else (seed_B[:, None] + torch.arange(given, device=seed_B.device)).flatten()
         features = self.projector(self.vision(images, seed_N)).unflatten(0, (b, given))
         # The features of an absent view are exact zeros, whatever its pixels held.
@@ -215,3 +235,7 @@ class Model(EmbodiedModel):
             "expert": ["policy"],
             "soft_prompts": ["policy.soft_prompts"],
         }
+
+    def keep_fp32(self) -> list[str]:
+        """What stands next to robot units; officially a bf16 run casts these, too."""
+        return ["policy.action_encoder", "policy.action_decoder"]
