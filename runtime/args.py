@@ -7,7 +7,7 @@ table in docs/flags.md (made by ``make docs``) follow from it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vlaforge.data.errors import UserError
 from vlaforge.runtime.flags import check_values, group
@@ -46,7 +46,8 @@ class TrainingArgs:
     train_iters: int = basic(150_000, "Number of optimiser steps", low=1)
     per_device_batch_size: int = basic(4, "Samples in one forward pass of one process", low=1)
     gradient_accumulation_steps: int = basic(1, "Forward passes summed before each optimiser step", low=1)
-    seed: int = basic(3047, "Seed of the initial weights, the sample order and all random inputs", low=0)
+    seed: int = basic(3047, "Seed of the initial weights, the sample order and all random inputs", low=0,
+                      high=2**63 - 1)
     output_dir: str = basic("outputs/default", "Folder for logs, checkpoints and the report", example="DIR")
     trainer_type: str = basic("FinetuneTrainer", "Step program: what is read and minimised", example="NAME")
     trainer_options: str = basic("", "Settings of the step program", example="name=value,...")
@@ -202,11 +203,11 @@ class TrainingArgs:
     hsdp_shard_size: int | None = ranks(None, "With fsdp: shard within groups of so many ranks, copy across",
                                         low=1)
     init_on_meta: bool = ranks(False, "Build the model without memory; each rank reads its own shards of the weights")
-    ddp_find_unused_parameters: bool | None = ranks(None, "Look for parameters without gradient each step; unset, no: "
-                                                    "the model says which it has")
-    ddp_static_graph: bool | None = ranks(None, "The same parameters get gradients in each step; unset, yes unless "
-                                          "gradients are accumulated")
-    ddp_gradient_as_bucket_view: bool | None = ranks(None, "Gradients live in the communication buffers; unset, yes")
+    ddp_find_unused_parameters: bool = ranks(True, "Look for parameters without gradient each step; unless you set it, "
+                                             "none is looked for: models say which they have")
+    ddp_static_graph: bool = ranks(False, "The same parameters get gradients in each step; unless you set it, on when "
+                                   "gradients are not accumulated")
+    ddp_gradient_as_bucket_view: bool = ranks(False, "Gradients live in DDP's buffers; unless you set it, on")
     ddp_bucket_cap_mb: int | None = ranks(None, "Size of DDP's buckets in MB; unset, torch's", low=1)
     ddp_broadcast_buffers: bool = ranks(False, "Send rank 0's buffers to all before each forward")
     ddp_init_sync: bool = ranks(True, "Send rank 0's weights to all at the start")
@@ -230,6 +231,13 @@ class TrainingArgs:
                                                    choices=["fp32", "bf16", "fp16"])
     fsdp_reduce_dtype: str = ranks("fp32", "Precision in which gradients are summed", choices=["fp32", "bf16", "fp16"])
     fsdp_cast_forward_inputs: bool = ranks(True, "Cast a unit's inputs to the precision of its gathered weights")
+
+    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False, metadata={"internal": True})
+    """Names of the fields that something else than their default decides (no flag of its own)."""
+
+    def was_set(self, name: str) -> bool:
+        """Whether a person or a file decided `name`; what was not may be chosen by the run itself."""
+        return name in self.given
 
     def __post_init__(self) -> None:
         check_values(self)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -95,7 +95,7 @@ def resolve_given(given: Given) -> Resolved:
     recipe = choice("recipe")
     if recipe is not None:
         layers.add_file(load_yaml(_pick("recipe", recipe, recipes(chosen), chosen), "recipe"), f"recipe {recipe}")
-    layers.add_file(file, Path(named).name if named else "")
+    layers.add_file(file, Path(named).name if named else "", saved=True)
     layers.add_given(given)
     layers.put("train", "model", chosen.name, layers.origin["train.model"])
     return layers.finish(_recipe_notes(layers, recipe) if recipe is not None else ())
@@ -153,15 +153,18 @@ class Layers:
         self.origin = {name: "default" for section, tree in self.values.items() for name in _leaf_names(tree, section)}
         self.touched: dict[str, list[str]] = {}
 
-    def add_file(self, tree: Mapping[str, Any], source: str) -> None:
-        """Lays a file's sections over what is there. Raises UserError for a wrong name or type."""
+    def add_file(self, tree: Mapping[str, Any], source: str, saved: bool = False) -> None:
+        """Lays a file's sections over what is there. Raises UserError for a wrong name or type.
+
+        `saved`: the file may be a configuration that a run saved, with all its defaults; those stay defaults.
+        """
         self.touched[source] = []
         for section, values in tree.items():
             if section not in self.classes:
                 raise unknown(f"section in {source}", section, self.classes)
             if not isinstance(values or {}, Mapping):
                 raise UserError(f"Section '{section}' of {source} must hold settings, one a line.")
-            self._overlay(self.classes[section], self.values[section], values or {}, section, source)
+            self._overlay(self.classes[section], self.values[section], values or {}, section, source, saved)
 
     def add_given(self, given: Given) -> None:
         """Lays flags and dotlists over everything."""
@@ -184,7 +187,7 @@ class Layers:
         self.origin[name] = source
         self.touched.setdefault(source, []).append(name)
 
-    def _overlay(self, cls: type, target: dict[str, Any], values: Mapping, path: str, source: str) -> None:
+    def _overlay(self, cls: type, target: dict[str, Any], values: Mapping, path: str, source: str, saved: bool) -> None:
         hints = get_type_hints(cls)
         for name, value in values.items():
             dotted = f"{path}.{name}"
@@ -194,12 +197,14 @@ class Layers:
             if nested and isinstance(value, Mapping):
                 if not isinstance(target.get(name), dict):
                     target[name] = defaults(nested)
-                self._overlay(nested, target[name], value, dotted, source)
+                self._overlay(nested, target[name], value, dotted, source, saved)
                 continue
             if "${" not in str(value):
                 value = plain(coerce(value, hints[name], f"{dotted} in {source}"))
+            repeats = name in target and target[name] == value and self.origin.get(dotted) == "default"
             target[name] = value
-            self._mark(dotted, source)
+            if not (saved and repeats):
+                self._mark(dotted, source)
 
     def _set_dotted(self, path: str, text: str) -> None:
         section, *parts = path.split(".")
@@ -241,6 +246,9 @@ class Layers:
             name, why = getattr(error, "full_key", None) or "A setting", str(error).splitlines()[0]
             raise UserError(f"{name} refers to something that is not there: {why}.") from error
         parts = {section: build(cls, tree[section], section) for section, cls in self.classes.items()}
+        given = {name for name, source in self.origin.items() if source != "default" and name.startswith("train.")}
+        names = frozenset(name.removeprefix("train.") for name in given)
+        parts["train"] = replace(parts["train"], given=names)
         said = (*notes, *_warnings(parts["train"]))
         return Resolved(parts["train"], self.family, parts["model"], parts["data"], dict(self.origin), said)
 

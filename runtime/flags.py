@@ -83,7 +83,9 @@ class Flag:
     @property
     def bounds(self) -> str:
         words = {"low": "at least", "above": "above", "high": "at most", "below": "below"}
-        return " and ".join(f"{sign} {self.meta[key]:g}" for key, sign in words.items() if self.meta[key] is not None)
+        given = {key: self.meta[key] for key in words if self.meta[key] is not None}
+        shown = {key: str(value) if isinstance(value, int) else f"{value:g}" for key, value in given.items()}
+        return " and ".join(f"{words[key]} {value}" for key, value in shown.items())
 
     @property
     def shown_default(self) -> str:
@@ -119,7 +121,7 @@ class Flag:
 def flags_of(cls: type) -> tuple[Flag, ...]:
     """All flags of a dataclass in order of declaration."""
     hints = get_type_hints(cls)
-    return tuple(_flag(item, hints[item.name]) for item in fields(cls))
+    return tuple(_flag(item, hints[item.name]) for item in fields(cls) if not item.metadata.get("internal"))
 
 
 def _flag(item: Field, annotation: Any) -> Flag:

@@ -82,8 +82,7 @@ def coerce(value: Any, annotation: Any, where: str) -> Any:
         if isinstance(value, Mapping):
             kinds = inner or (Any, Any)
             return {
-                coerce(key, kinds[0], where): coerce(item, kinds[1], f"{where}.{key}")
-                for key, item in value.items()
+                coerce(key, kinds[0], where): coerce(item, kinds[1], f"{where}.{key}") for key, item in value.items()
             }
     else:
         done, result = _coerce_scalar(value, annotation)
@@ -157,7 +156,8 @@ def build(cls: type, values: Mapping[str, Any], where: str) -> Any:
 def plain(value: Any) -> Any:
     """A dataclass, tuple or path as what YAML and JSON hold: dicts, lists, text, numbers."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
+        shown = [item.name for item in fields(value) if not item.metadata.get("internal")]
+        return {name: plain(getattr(value, name)) for name in shown}
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -169,6 +169,8 @@ def defaults(cls: type) -> dict[str, Any]:
     """The declared defaults of `cls` as plain values; fields without one are left out."""
     found = {}
     for item in fields(cls):
+        if item.metadata.get("internal"):
+            continue
         if item.default is not MISSING:
             found[item.name] = plain(item.default)
         elif item.default_factory is not MISSING:

@@ -61,9 +61,7 @@ def _flatten_losses(losses: Losses) -> tuple[list[Any], Any]:
 def _unflatten_losses(values: Any, context: Any) -> Losses:
     names, details = context
     values = list(values)
-    terms = {
-        name: LossTerm(values[2 * i], values[2 * i + 1], weight) for i, (name, weight) in enumerate(names)
-    }
+    terms = {name: LossTerm(values[2 * i], values[2 * i + 1], weight) for i, (name, weight) in enumerate(names)}
     return Losses(terms, details)
 
 
@@ -85,18 +83,19 @@ def wrap_ddp(model: EmbodiedModel, args: TrainingArgs, device: torch.device) -> 
     Parameters that no loss reads must not require a gradient (families see to that), so no rank searches for them.
     """
     accumulates = args.gradient_accumulation_steps > 1
+    unused = args.was_set("ddp_find_unused_parameters") and args.ddp_find_unused_parameters
     static = args.ddp_static_graph
-    if static is None:
+    if not args.was_set("ddp_static_graph"):
         # torch cannot delay the first reduction of a static graph over several backwards.
-        static = not accumulates and not args.ddp_find_unused_parameters
+        static = not accumulates and not unused
     elif static and accumulates:
         raise UserError("--ddp-static-graph does not go with --gradient-accumulation-steps above 1.")
     wrapped = DistributedDataParallel(
         model,
         device_ids=[torch.cuda.current_device()] if device.type == "cuda" else None,
         bucket_cap_mb=args.ddp_bucket_cap_mb,
-        find_unused_parameters=bool(args.ddp_find_unused_parameters),
-        gradient_as_bucket_view=args.ddp_gradient_as_bucket_view is not False,
+        find_unused_parameters=unused,
+        gradient_as_bucket_view=args.ddp_gradient_as_bucket_view or not args.was_set("ddp_gradient_as_bucket_view"),
         static_graph=static,
         **{_BUFFERS: args.ddp_broadcast_buffers},
         init_sync=args.ddp_init_sync,
@@ -199,9 +198,7 @@ def units_of(model: EmbodiedModel, args: TrainingArgs) -> list[nn.Module]:
         return [m for m in chosen if type(m).__name__ not in left_out]
     blocks = [module for group in model.blocks() for module in group.modules(model)]
     units = [
-        block
-        for block in blocks
-        if _size(block) >= args.fsdp_min_num_params and type(block).__name__ not in left_out
+        block for block in blocks if _size(block) >= args.fsdp_min_num_params and type(block).__name__ not in left_out
     ]
     inside = {id(module) for unit in units for module in unit.modules()}
     leftovers = [

@@ -202,3 +202,18 @@ def test_faults_in_a_file(toy, tmp_path, text, words):
     file = tmp_path / "bad.yaml"
     file.write_text(text)
     assert words in fault("--model", "toy", "--preset", "tiny", "--config-file", str(file))
+
+
+def test_what_nobody_set_stays_open_through_a_saved_file(toy, tmp_path):
+    """A saved configuration holds all defaults; read back they are still defaults, for the run to choose by."""
+    done = tiny("--seed", "9")
+    assert done.args.was_set("seed") and done.args.was_set("lr_base") and not done.args.was_set("video_backend")
+    path = tmp_path / "saved.yaml"
+    done.save(path)
+    again = resolve(["--config-file", str(path)])
+    assert again.args.given - {"config_file"} == done.args.given
+    assert not again.was_set("train.lerobotdataset_version")
+    assert tiny("--video-backend", "torchcodec").args.was_set("video_backend")
+    path.write_text("train: {lr_base: 2.5e-5, lr_warmup_iters: 2000}\n")
+    back = tiny("--config-file", str(path))
+    assert back.args.lr_base == 2.5e-5 and back.provenance["train.lr_base"] == "saved.yaml"
