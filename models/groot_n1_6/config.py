@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from vlaforge.models.groot.config import GrootDataConfig
 from vlaforge.models.groot.policy import GrootConfig
 from vlaforge.models.towers.qwen3 import Qwen3Config
 from vlaforge.models.towers.siglip2 import Siglip2Config
+
+# Which weights around the action head a robot uses; an official folder's embodiment_id.json wins.
+EMBODIMENTS = {
+    "oxe_google": 0, "oxe_widowx": 1, "libero_panda": 2, "unitree_g1": 8, "new_embodiment": 10,
+    "robocasa_panda_omron": 13, "oxe_droid": 16, "gr1": 20, "behavior_r1_pro": 24,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -21,3 +28,11 @@ class ModelConfig(GrootConfig):
     action_horizon: int = 50
     tune_top_llm_layers: int = 4
     image_token: int = 151669
+
+
+@dataclass(frozen=True)
+class DataConfig(GrootDataConfig):
+    """The published image geometry: resize to 256, the middle 95 %, and 224."""
+
+    shortest_image_edge: int | None = 256
+    crop_fraction: float | None = 0.95

@@ -5,9 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from vlaforge.models.action.groot import ContextConfig
+from vlaforge.models.groot.config import GrootDataConfig
 from vlaforge.models.groot.policy import GrootConfig
 from vlaforge.models.towers.qwen3 import Qwen3Config
 from vlaforge.models.towers.qwen3_vision import Qwen3VisionConfig
+
+# Which weights around the action head a robot uses; an official folder's embodiment_id.json wins.
+EMBODIMENTS = {
+    "simpler_env_google": 0, "simpler_env_widowx": 1, "libero_sim": 2, "new_embodiment": 10,
+    "oxe_droid_relative_eef_relative_joint": 24, "real_g1_relative_eef_relative_joints": 25,
+    "unitree_g1_full_body_with_waist_height_nav_cmd": 25, "real_r1_pro_sharpa_relative_eef": 26,
+    "real_r1_pro_sharpa_relative_eef_human": 26, "real_r1_pro_sharpa_relative_eef_maxinsights": 26,
+    "real_r1_pro_sharpa_relative_eef_mecka": 26, "xdof_relative_eef_relative_joint": 27,
+    "xdof_relative_eef_relative_joint_subtask": 27,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -23,3 +34,11 @@ class ModelConfig(GrootConfig):
     image_token: int = 151655
     vision_start_token: int = 151652
     vision_end_token: int = 151653
+
+
+@dataclass(frozen=True)
+class DataConfig(GrootDataConfig):
+    """The published image transform: resize to 256, the middle 230, and 256 again."""
+
+    image_size: int = 256
+    crop_fraction: float | None = 230 / 256

@@ -36,6 +36,8 @@ class Model(GrootPolicy):
         self.vision = Qwen3Vision(config.vision)
         self.language = Qwen3(config.text)
         self.freeze()
+        # The features are read in front of the final norm: nothing reads its weight.
+        self.language.norm.requires_grad_(False)
 
     @classmethod
     def vocabulary(cls, config: ModelConfig) -> int:

@@ -1,0 +1,216 @@
+"""A recorded sample → GR00T's batch fields, and its actions back to robot units: what N1.6 and N1.7 share.
+
+Axes: V views, S side of an image, L tokens, H action steps, A action width of the model.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from vlaforge.data.cameras import assign_cameras, check_image_size, frames_of, slot_names
+from vlaforge.data.codec import ActionCodec
+from vlaforge.data.dataset import DatasetInfo
+from vlaforge.data.errors import UserError, unknown
+from vlaforge.data.normalize import NormalizerSet
+from vlaforge.data.schema import TASK, DataNeeds, Sample
+from vlaforge.data.tokenizer import Tokenizer
+from vlaforge.data.transforms import ColorJitter, Compose
+from vlaforge.models.groot.config import GrootDataConfig
+from vlaforge.models.groot.images import ImageTransform, formalize
+from vlaforge.models.groot.official import from_official, modality_cameras
+from vlaforge.models.groot.policy import GrootConfig
+
+Piece = str | int
+"""Of a prompt: text, or a number of image tokens."""
+JITTER = Compose((ColorJitter(brightness=0.3, contrast=0.4, saturation=0.5),), low=0.0)
+
+
+class GrootProcessing(ABC):
+    """Args:
+    normalizers: entries ``action`` and ``state``.
+    tokenizer: the backbone's; padding stands on the left.
+    dataset_info: of the dataset that samples or observations come from.
+
+    Raises UserError where data and model do not fit: cameras, dimensions, embodiment, tokenizer.
+    """
+
+    tokenizer_options: ClassVar[dict[str, Any]] = {"bos": False, "pad_side": "left"}
+    image_word: ClassVar[str]
+    """The token that stands for an image."""
+    embodiments: ClassVar[Mapping[str, int]]
+
+    def __init__(
+        self,
+        model_config: GrootConfig,
+        data_config: GrootDataConfig,
+        normalizers: NormalizerSet,
+        tokenizer: Tokenizer,
+        dataset_info: DatasetInfo,
+    ):
+        self.model, self.info, self.tokenizer = model_config, dataset_info, tokenizer
+        self.data, numbers = from_official(data_config, model_config.image_size)
+        self.numbers = numbers or self.embodiments
+        self.action_dim = model_config.action_dim or dataset_info.action_dim
+        self.codec = ActionCodec(self.data, normalizers, model_config.max_action_dim, model_config.max_state_dim)
+        self.cameras = self._cameras()
+        self.transform = ImageTransform(
+            model_config.image_size, self.data.shortest_image_edge, self.data.crop_fraction, self.data.letter_box
+        )
+        self.embodiment = self._number(self.data.embodiment_tag)
+        vision = model_config.vision
+        self.grid = model_config.image_size // vision.patch
+        self.view_tokens = (self.grid // vision.merge) ** 2
+        self._check()
+        self._warned = False
+
+    @abstractmethod
+    def prompt(self, text: str) -> list[Piece]:
+        """The chat prompt around the task's `text`."""
+
+    def extra(self, tokens_L: np.ndarray, mask_L: np.ndarray) -> dict[str, np.ndarray]:
+        """Fields that only one backbone needs."""
+        return {}
+
+    def _cameras(self) -> tuple[str, ...]:
+        count, slots = self.model.num_views, slot_names(self.model.num_views)
+        chosen = self.data.cameras or dict(zip(slots, modality_cameras(self.info.path, self.info.cameras)))
+        assigned = assign_cameras(chosen, self.info, count)
+        if None in assigned:
+            raise UserError(
+                f"The model looks at {count} views, but {assigned.count(None)} of them have no camera: set "
+                f"model.num_views={count - assigned.count(None)}, or name cameras with data.cameras."
+            )
+        return tuple(name for name in assigned if name is not None)
+
+    def _check(self) -> None:
+        model, data, tokenizer = self.model, self.data, self.tokenizer
+        check_image_size(model.image_size, data.image_size)
+        if model.image_size % (model.vision.patch * model.vision.merge):
+            side = model.vision.patch * model.vision.merge
+            raise UserError(f"model.image_size is {model.image_size}; it must be a multiple of {side}.")
+        if tokenizer.vocab_size > model.text.vocab_size or tokenizer.token_id(self.image_word) != model.image_token:
+            raise UserError(
+                f"The tokenizer '{tokenizer.path}' has {tokenizer.vocab_size} entries and {self.image_word} as "
+                f"{tokenizer.token_id(self.image_word)}, but model.text.vocab_size is {model.text.vocab_size} and "
+                f"model.image_token {model.image_token}: give this model's tokenizer with --tokenizer-path."
+            )
+        for name, dim in (("action", self.action_dim), ("state", self.info.state_dim)):
+            most = getattr(model, f"max_{name}_dim")
+            if dim > most:
+                raise UserError(f"The {name} has {dim} dimensions, more than model.max_{name}_dim, {most}.")
+        if data.action_steps is not None and not 0 < data.action_steps <= model.action_horizon:
+            raise UserError(
+                f"data.action_steps is {data.action_steps}; it must be 1 to {model.action_horizon}, the model's horizon."
+            )
+        if len(self._ids("")) > model.max_token_len:
+            raise UserError(
+                f"A prompt without any text has {len(self._ids(''))} tokens, more than model.max_token_len, "
+                f"{model.max_token_len}: raise it."
+            )
+
+    def _number(self, tag: str) -> int:
+        number = int(tag) if tag.isdigit() else self.numbers.get(tag)
+        if number is None:
+            raise unknown("data.embodiment_tag", tag, self.numbers)
+        if number >= self.model.max_num_embodiments:
+            raise UserError(
+                f"data.embodiment_tag {tag} is number {number}; the model has {self.model.max_num_embodiments}."
+            )
+        return number
+
+    def needs(self) -> DataNeeds:
+        history = self.model.state_history_length
+        return DataNeeds(
+            action_offsets=tuple(range(self.model.action_horizon)),
+            state_offsets=tuple(range(1 - history, 1)),
+            cameras=self.cameras,
+        )
+
+    def sample(self, sample: Sample, rng: np.random.Generator, training: bool) -> dict[str, np.ndarray]:
+        """One sample → fields without the batch axis; `rng` serves augmentation alone."""
+        fields = self.observe(sample, rng if training and self.data.image_augment else None)
+        actions_HA, mask_HA = self.codec.encode(sample)
+        if self.data.pad_steps == "train":
+            mask_HA[:, : self.action_dim] = True
+        if self.data.action_steps is not None:
+            mask_HA[self.data.action_steps :] = False
+        return {**fields, "actions": self._clip(actions_HA), "action_mask": mask_HA}
+
+    def observe(self, obs: Sample, rng: np.random.Generator | None = None) -> dict[str, np.ndarray]:
+        """What `act` needs. UserError when `obs` lacks one of the cameras."""
+        frames = frames_of(obs, self.cameras)
+        absent = [name for name, frame in zip(self.cameras, frames) if frame is None]
+        if absent:
+            raise UserError(f"The observation lacks the cameras {absent}, which the model looks at.")
+        tokens_L, mask_L = self._tokens(str(obs.get(TASK, "")))
+        return {
+            "images": self._images([frame for frame in frames if frame is not None], rng),
+            "tokens": tokens_L,
+            "token_mask": mask_L,
+            **self.extra(tokens_L, mask_L),
+            "state": self._state(obs),
+            "embodiment": np.array(self._embodiment(obs), np.int64),
+        }
+
+    def actions(self, x_HA: np.ndarray, sample: Mapping[str, Any] | None = None) -> np.ndarray:
+        """Normalised model output [..., H, A] → robot units [..., H, the robot's dimensions], float32.
+
+        `sample` gives the state that relative actions refer to.
+        """
+        return self.codec.decode(self._clip(np.asarray(x_HA, np.float32)[..., : self.action_dim]), sample)
+
+    def _embodiment(self, obs: Mapping[str, Any]) -> int:
+        """In a mixture, each dataset's own name where the table has it."""
+        return self.numbers.get(str(obs.get("embodiment", "")), self.embodiment)
+
+    def _state(self, obs: Sample) -> np.ndarray:
+        if not self.info.state_dim:
+            return np.zeros(self.model.state_width, np.float32)
+        return self._clip(self.codec.state(obs)).reshape(-1)
+
+    def _clip(self, x: np.ndarray) -> np.ndarray:
+        return np.clip(x, -1.0, 1.0).astype(np.float32) if self.data.clip else x
+
+    def _images(self, frames: list[np.ndarray], rng: np.random.Generator | None) -> np.ndarray:
+        at = (0.5, 0.5) if rng is None else (float(rng.random()), float(rng.random()))
+        views_VHWC = np.stack([self.transform(frame, at) for frame in frames])
+        return views_VHWC if rng is None else jitter(views_VHWC, rng)
+
+    def _tokens(self, task: str) -> tuple[np.ndarray, np.ndarray]:
+        """ids int64 [L] and mask bool [L]; a task that is too long loses words at its end, never an image."""
+        text = formalize(task) if self.data.formalize_language else task
+        length = self.model.max_token_len
+        ids = self._ids(text)
+        if len(ids) > length:
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"A prompt has {len(ids)} tokens, more than model.max_token_len, {length}; its task loses words at "
+                    f"the end: {text!r}",
+                    stacklevel=2,
+                )
+            while len(ids) > length:
+                text = text[: max(text.rfind(" "), 0)]
+                ids = self._ids(text)
+        tokens_L, mask_L = np.full(length, self.tokenizer.pad_id, np.int64), np.zeros(length, bool)
+        tokens_L[length - len(ids) :], mask_L[length - len(ids) :] = ids, True
+        return tokens_L, mask_L
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for piece in self.prompt(text):
+            ids += [self.model.image_token] * piece if isinstance(piece, int) else self.tokenizer.ids(piece)
+        return ids
+
+
+def jitter(views_VHWC: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """The same change of colour on all views: uint8 in and out."""
+    x_VCHW = JITTER.apply(views_VHWC, [deepcopy(rng) for _ in views_VHWC])
+    return (x_VCHW.permute(0, 2, 3, 1) * 255.0).round().to(torch.uint8).numpy()
