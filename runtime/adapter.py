@@ -73,6 +73,18 @@ def lora_config(args: TrainingArgs) -> LoraConfig:
     )
 
 
+def _source(args: TrainingArgs) -> Path | None:
+    return Path(args.lora_adapter).expanduser() if args.lora_adapter else None
+
+
+def chosen_config(args: TrainingArgs, found: Path | None = None) -> LoraConfig:
+    """The configuration of the adapter that the run resumes (`found`) or starts from, else that of the flags."""
+    source = found or _source(args)
+    if source is None:
+        return lora_config(args)
+    return replace(read_config(source), dropout=args.lora_dropout)
+
+
 def is_adapter(folder: Path | None) -> bool:
     """Whether a checkpoint's folder holds an adapter rather than a model."""
     return folder is not None and (folder / CONFIG).is_file()
@@ -85,10 +97,9 @@ def attach(model: nn.Module, args: TrainingArgs, found: Path | None, note: Calla
     Raises:
         UserError: nothing to adapt, an adapter that does not fit, or one that was trained on another base.
     """
-    source = found or (Path(args.lora_adapter).expanduser() if args.lora_adapter else None)
-    config, meta = lora_config(args), {}
+    source = found or _source(args)
+    config, meta = chosen_config(args, found), {}
     if source is not None:
-        config = replace(read_config(source), dropout=args.lora_dropout)
         meta = json.loads((source / META).read_text()) if (source / META).is_file() else {}
     paths = inject(model, config)
     mark = fingerprint(model)

@@ -28,7 +28,7 @@ from vlaforge.runtime.ema import Ema
 from vlaforge.runtime.guards import Guard, GuardConfig, LossScale
 from vlaforge.runtime.meter import StageTimer
 from vlaforge.runtime.optim import Group, Hyper, Optimizer, build_optimizer
-from vlaforge.runtime.params import build_groups, freeze, frozen_names, rebind, split_names
+from vlaforge.runtime.params import rebind, split_names
 from vlaforge.runtime.preflight import plan_options
 from vlaforge.runtime.programs import FinetuneTrainer, program
 from vlaforge.runtime.ranks import Ranks
@@ -96,19 +96,6 @@ def build_schedule(args: TrainingArgs) -> Schedule:
         cycle_length=args.lambda_cycle_length,
     )
     return fit_to_run(schedule, args.train_iters)
-
-
-def build_groups_of(args: TrainingArgs, model: nn.Module) -> list[Group]:
-    """Freezes what the flags freeze and sorts the rest into groups: on the plain model, by its own names."""
-    freeze(model, frozen_names(model, args.freeze_modules))
-    return build_groups(
-        model,
-        lr=args.lr_base,
-        floor=args.min_lr,
-        weight_decay=args.weight_decay,
-        lr_group=args.lr_group,
-        decay_grouping=args.weight_decay_grouping,
-    )
 
 
 def build_plan(setup: Setup, model: nn.Module, groups: Sequence[Group]) -> Plan:

@@ -18,6 +18,7 @@ from torch import nn
 
 from vlaforge.data.errors import UserError, nearest
 from vlaforge.graphs.packing import packed_parts
+from vlaforge.runtime.args import TrainingArgs
 from vlaforge.runtime.optim.base import Group
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -150,6 +151,19 @@ def build_groups(
         low = min(floor if own_floor is None else own_floor, rate)
         groups += _by_decay(model, path or "base", rate, low, weight_decay, params, decay_grouping)
     return [group for group in groups if group.params]
+
+
+def build_groups_of(args: TrainingArgs, model: nn.Module) -> list[Group]:
+    """Freezes what the flags freeze and sorts the rest into groups: on the plain model, by its own names."""
+    freeze(model, frozen_names(model, args.freeze_modules))
+    return build_groups(
+        model,
+        lr=args.lr_base,
+        floor=args.min_lr,
+        weight_decay=args.weight_decay,
+        lr_group=args.lr_group,
+        decay_grouping=args.weight_decay_grouping,
+    )
 
 
 def rebind(groups: Sequence[Group], model: nn.Module) -> list[Group]:

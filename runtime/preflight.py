@@ -19,13 +19,15 @@ from vlaforge.data.schema import sample_rng
 from vlaforge.graphs import PlanOptions, make_plan
 from vlaforge.graphs.cost import step_cost
 from vlaforge.graphs.devices import GIB, device_kind
+from vlaforge.runtime.adapter import chosen_config
 from vlaforge.runtime.args import TrainingArgs
 from vlaforge.runtime.checkpoint.store import Checkpoints
 from vlaforge.runtime.checkpoint.weights import check_pretrained, find_weights
 from vlaforge.runtime.config import Resolved
+from vlaforge.runtime.lora import inject
 from vlaforge.runtime.optim import executor
-from vlaforge.runtime.params import split_names
-from vlaforge.runtime.programs import program
+from vlaforge.runtime.params import build_groups_of, split_names
+from vlaforge.runtime.programs import options, program
 from vlaforge.runtime.setup import Setup, build_setup
 from vlaforge.runtime.wrap import strategy_of
 
@@ -39,13 +41,16 @@ def preflight(resolved: Resolved, passed: Passed = lambda name, what: None) -> S
     if args.device_kind is not None:
         device_kind(args.device_kind)
     check_output(Path(args.output_dir))
+    if args.tensorboard_dir is not None:
+        check_output(Path(args.output_dir) / args.tensorboard_dir, "--tensorboard-dir")
+    if args.profile_output_dir is not None:
+        check_output(Path(args.profile_output_dir), "--profile-output-dir")
     passed("output folder", f"{Path(args.output_dir).resolve()} can be written")
-    if args.resume:
-        check_resume(args, passed)
+    found = check_resume(args, passed) if args.resume else None
     if args.pretrained_checkpoint is not None:
         find_weights(args.pretrained_checkpoint)
     executor(args.optimizer)
-    program(args.trainer_type)
+    options(args, program(args.trainer_type).settings)
     setup = build_setup(resolved, passed)
     model = meta_model(setup)
     make_plan(model, setup.contract, plan_options(args, setup.device))
@@ -54,29 +59,30 @@ def preflight(resolved: Resolved, passed: Passed = lambda name, what: None) -> S
         new = split_names(args.new_modules)
         account = check_pretrained(model, setup.resolved.family, args.pretrained_checkpoint, new)
         passed("checkpoint", f"{args.pretrained_checkpoint}, {account.text().splitlines()[0]}")
+    check_trained(args, model, found)
     check_sample(setup)
     passed("first sample", "read, processed, and as the batch contract says")
     return setup
 
 
-def check_output(folder: Path) -> None:
+def check_output(folder: Path, flag: str = "--output-dir") -> None:
     """A file can be made in `folder`, which need not exist yet; nothing is left behind."""
     here = folder
     while not here.exists():
         here = here.parent
     if not here.is_dir():
-        raise UserError(f"The output folder '{folder}' cannot be made: '{here}' is a file.")
+        raise UserError(f"The output folder '{folder}' cannot be made: '{here}' is a file; choose another {flag}.")
     try:
         with tempfile.NamedTemporaryFile(dir=here, prefix=".vlaforge-"):
             pass
     except OSError as error:
         raise UserError(
-            f"The output folder '{folder}' is not writable ({error.strerror}): choose another with --output-dir."
+            f"The output folder '{folder}' is not writable ({error.strerror}): choose another with {flag}."
         ) from error
 
 
-def check_resume(args: TrainingArgs, passed: Passed) -> None:
-    """There is something to resume from."""
+def check_resume(args: TrainingArgs, passed: Passed) -> Path:
+    """The checkpoint to resume from."""
     folder = Path(args.output_dir) / "checkpoints"
     found = Checkpoints(folder).newest()
     if found is None:
@@ -85,12 +91,21 @@ def check_resume(args: TrainingArgs, passed: Passed) -> None:
             f"run's folder with --output-dir."
         )
     passed("resume", f"from {found[1]}")
+    return found[1]
 
 
 def meta_model(setup: Setup) -> torch.nn.Module:
     """The model as names and shapes."""
     with torch.device("meta"):
         return setup.resolved.family.model(setup.model_config)
+
+
+def check_trained(args: TrainingArgs, model: torch.nn.Module, found: Path | None) -> None:
+    """What is frozen, adapted and given a rate of its own is named rightly, and something is left to train."""
+    if args.use_lora:
+        inject(model, chosen_config(args, found))
+    if not build_groups_of(args, model):
+        raise UserError("Nothing to train: every parameter is frozen, so free some in --freeze-modules.")
 
 
 def check_sample(setup: Setup) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import gc
 import os
 import random
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from vlaforge.data.errors import UserError
 from vlaforge.runtime.args import TrainingArgs
 
 
@@ -35,6 +38,22 @@ def prepare(args: TrainingArgs, rank: int) -> list[str]:
     else:
         torch.use_deterministic_algorithms(False)
     return notes
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Holds the output folder for one run; UserError when another process has it. Its death frees it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "a") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"Another run is writing to '{folder}': wait for it, or choose another --output-dir."
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
 
 
 def seed(value: int) -> None:

@@ -34,7 +34,12 @@ ENTRY_POINTS = "vlaforge.trainers"
 
 
 class FinetuneTrainer:
-    """One data stream and the model's own loss: supervised fine-tuning."""
+    """One data stream and the model's own loss: supervised fine-tuning.
+
+    `settings` are the names and defaults of its ``--trainer-options``; another name is an error before the run.
+    """
+
+    settings: Mapping[str, str | None] = {}
 
     def prepare(self, model: nn.Module, setup: Setup) -> None:
         """Changes the bare model, with its weights loaded, before anything is frozen, lowered or wrapped."""

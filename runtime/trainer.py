@@ -9,7 +9,6 @@ Signals: SIGTERM and SIGINT end the run after the present step, with a checkpoin
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -24,7 +23,7 @@ from vlaforge.data.loader import SampleError
 from vlaforge.data.schema import Minibatch
 from vlaforge.graphs.profile import stage
 from vlaforge.runtime import meta
-from vlaforge.runtime.assemble import Parts, assemble, build_groups_of, build_model, build_plan, to_device
+from vlaforge.runtime.assemble import Parts, assemble, build_model, build_plan, to_device
 from vlaforge.runtime.checkpoint import files, rehearsal
 from vlaforge.runtime.checkpoint.state import capture, restore
 from vlaforge.runtime.checkpoint.store import Checkpoints, Content, reason
@@ -33,7 +32,8 @@ from vlaforge.runtime.hooks import Hooks
 from vlaforge.runtime.meter import Meter, StageTimer, work_of
 from vlaforge.runtime.metrics import Log, OnTheWay, open_log
 from vlaforge.runtime.optim import low_precision_without_masters
-from vlaforge.runtime.process import Garbage, StopSignal, prepare
+from vlaforge.runtime.params import build_groups_of
+from vlaforge.runtime.process import Garbage, StopSignal, locked, prepare
 from vlaforge.runtime.profiler import StepProfiler
 from vlaforge.runtime.programs import samples_of
 from vlaforge.runtime.ranks import Ranks
@@ -47,6 +47,7 @@ class Trainer:
         setup: data, configuration and device, already checked.
         hooks: is told what happens.
         ranks: the other processes; one process by default.
+        held: the caller holds the output folder's lock already.
 
     Attributes:
         model: the bare model on `device`, from `hooks.started` on.
@@ -59,7 +60,8 @@ class Trainer:
     parts: Parts
     log: Log
 
-    def __init__(self, setup: Setup, hooks: Hooks | None = None, ranks: Ranks | None = None):
+    def __init__(self, setup: Setup, hooks: Hooks | None = None, ranks: Ranks | None = None, held: bool = False):
+        self._held = held
         self.setup, self.args, self.device = setup, setup.args, setup.device
         self.hooks, self.ranks = hooks or Hooks(), ranks or Ranks()
         self.folder = Path(self.args.output_dir)
@@ -85,7 +87,7 @@ class Trainer:
     def train(self) -> None:
         """Runs to the end, or to a signal. Raises UserError for faults that a person can mend."""
         with ExitStack() as stack:
-            if self.ranks.leads:
+            if self.ranks.leads and not self._held:
                 stack.enter_context(locked(self.folder))
             stack.enter_context(self.signal.watch())
             garbage = stack.enter_context(Garbage(self.args.manual_gc, self.args.manual_gc_interval).held())
@@ -321,19 +323,3 @@ class Trainer:
 
     def _why(self, error: OSError) -> str:
         return f"{reason(error, self.folder)}. {self._resumable()}".rstrip(".")
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Holds the output folder for one run; UserError when another process has it. Its death frees it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "a") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"Another run is writing to '{folder}': wait for it, or choose another --output-dir."
-            ) from None
-        except OSError:
-            pass  # a file system without locks
-        yield

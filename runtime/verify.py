@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from vlaforge.data.errors import UserError
-from vlaforge.runtime.assemble import assemble, build_groups_of, build_model, build_plan, to_device
+from vlaforge.runtime.assemble import assemble, build_model, build_plan, to_device
 from vlaforge.runtime.meter import StageTimer
+from vlaforge.runtime.params import build_groups_of
 from vlaforge.runtime.process import prepare
 from vlaforge.runtime.ranks import Ranks
 from vlaforge.runtime.setup import Setup

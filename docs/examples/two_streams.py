@@ -29,11 +29,13 @@ from vlaforge.runtime.setup import build_setup
 class TwoStreams(FinetuneTrainer):
     """Options: `text_path` is the second dataset; `text_weight` the weight of its loss (default 0.1)."""
 
+    settings = {"text_path": None, "text_weight": "0.1"}
+
     def __init__(self) -> None:
         self.weight = 0.1
 
     def loader(self, setup, contract, ranks):
-        given = options(setup.args, {"text_path": None, "text_weight": "0.1"})
+        given = options(setup.args, self.settings)
         if given["text_path"] is None:
             raise UserError("TwoStreams needs a second dataset: --trainer-options text_path=FOLDER.")
         self.weight = float(given["text_weight"])

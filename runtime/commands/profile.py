@@ -84,8 +84,9 @@ def profile(resolved: Resolved) -> int:
 def check(resolved: Resolved) -> int:
     """Watches one whole step of the lowered model."""
     from vlaforge.graphs.check import check_step
-    from vlaforge.runtime.assemble import assemble, build_groups_of, build_model, build_plan
+    from vlaforge.runtime.assemble import assemble, build_model, build_plan
     from vlaforge.runtime.meter import StageTimer
+    from vlaforge.runtime.params import build_groups_of
     from vlaforge.runtime.ranks import Ranks
     from vlaforge.runtime.setup import build_setup
 

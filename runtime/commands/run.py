@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ from vlaforge.runtime.flags import Given, help_text, parse
 
 if TYPE_CHECKING:
     from vlaforge.runtime.ranks import Ranks
+    from vlaforge.runtime.setup import Setup
 
 KEPT = ("checkpoints", "metrics.jsonl", "log.txt", "config.yaml", "openloop.json", "openloop.npz", "report.html")
 """What a former run left in its output folder, and a new one must not be mixed with; pictures (*.png) too."""
@@ -160,16 +162,27 @@ def dry_run(resolved: Resolved, console: Console) -> int:
 def train(resolved: Resolved, console: Console, ranks: Ranks | None = None) -> int:
     """Checks, trains and reports."""
     began = time.perf_counter()
-    from vlaforge.data import norm_table
-    from vlaforge.runtime.launch import gpus_unused
     from vlaforge.runtime.preflight import preflight
+    from vlaforge.runtime.process import locked
     from vlaforge.runtime.ranks import Ranks
 
     checks: list[tuple[str, str]] = []
     setup = preflight(resolved, lambda name, what: checks.append((name, what)))
     ranks = ranks or Ranks()
     folder = Path(resolved.args.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    # Before anything of a former run is moved: it may be running still.
+    with locked(folder) if ranks.leads else nullcontext():
+        return _train(resolved, setup, checks, console, ranks, began)
+
+
+def _train(
+    resolved: Resolved, setup: Setup, checks: list[tuple[str, str]], console: Console, ranks: Ranks, began: float
+) -> int:
+    """The run after its checks, in a folder that is its own."""
+    from vlaforge.data import norm_table
+    from vlaforge.runtime.launch import gpus_unused
+
+    folder = Path(resolved.args.output_dir)
     moved = None
     if ranks.leads:
         moved = None if resolved.args.resume else set_aside(folder)
@@ -197,7 +210,7 @@ def train(resolved: Resolved, console: Console, ranks: Ranks | None = None) -> i
         Trainer(setup, None, ranks).train()
         return 0
     with Session(setup, console, began) as session:
-        Trainer(setup, session, ranks).train()
+        Trainer(setup, session, ranks, held=True).train()
     return 0
 
 

@@ -15,7 +15,7 @@ from vlaforge.data.readers.lerobot.reader import LeRobotReader
 from vlaforge.runtime import programs
 from vlaforge.runtime.checkpoint import files, formats
 from vlaforge.runtime.programs import FinetuneTrainer, program
-from vlaforge.runtime.trainer import locked
+from vlaforge.runtime.process import locked
 
 
 def registered(monkeypatch, cls):
