@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from vlaforge.data.errors import UserError, unknown
+
+_RANGE = re.compile(r"(?P<first>\d+)(\s*(?P<sign>[:-])\s*(?P<last>\d+))?")
 
 
 def select(
@@ -36,14 +39,20 @@ def select(
 
 
 def parse_ranges(text: str) -> list[int]:
-    """``"0:3,7"`` → [0, 1, 2, 7]. UserError when it cannot be read."""
+    """``"0:3,7,9-10"`` → [0, 1, 2, 7, 9, 10]: a colon leaves the end out, a dash has it in. UserError when it cannot be
+    read, or a range is empty."""
     numbers: list[int] = []
     for part in text.split(","):
-        first, colon, end = (piece.strip() for piece in part.partition(":"))
-        try:
-            numbers += range(int(first), int(end)) if colon else [int(first)]
-        except ValueError:
-            raise UserError(f"Episodes '{text}' cannot be read: give numbers and ranges, such as 0:10,15.") from None
+        match = _RANGE.fullmatch(part.strip())
+        if match is None:
+            raise UserError(
+                f"Episodes '{text}' cannot be read: give numbers and ranges, such as 0-9,15 (or 0:10, without 10)."
+            )
+        first, sign, last = match["first"], match["sign"], match["last"]
+        end = int(last or first) + (sign != ":")
+        if end <= int(first):
+            raise UserError(f"Episodes '{text}': the range {part.strip()} is empty, give the smaller number first.")
+        numbers += range(int(first), end)
     return numbers
 
 
