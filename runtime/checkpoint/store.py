@@ -71,6 +71,7 @@ class Checkpoints:
         self.stalled_s = 0.0
         """Seconds that training stood still for saving, in all."""
         self._thread: threading.Thread | None = None
+        self._buffers: dict[str, Tensor] = {}
         self._error: BaseException | None = None
         self._best: tuple[float, int] | None = self._stored_best()
 
@@ -91,7 +92,7 @@ class Checkpoints:
             self._run(content, best)
             self._raise()
         else:
-            copied = snapshot(content.groups)
+            copied = snapshot(content.groups, self._buffers)
             content = Content(content.step, copied, content.texts, content.copies, content.about)
             self._thread = threading.Thread(target=self._run, args=(content, best), name="checkpoint")
             self._thread.start()
@@ -103,6 +104,11 @@ class Checkpoints:
             self._thread.join()
             self._thread = None
         self._raise()
+
+    @property
+    def writing(self) -> bool:
+        """Whether a background save is under way."""
+        return self._thread is not None and self._thread.is_alive()
 
     def poll(self) -> None:
         """Raises the error of a background save that has failed, without waiting."""
@@ -217,22 +223,35 @@ def write(draft: files.Draft, content: Content, format: Format) -> Path:
     return draft.commit({"step": content.step, "tensors": format, **content.about})
 
 
-def snapshot(groups: Groups) -> dict[str, dict[str, Tensor]]:
+def snapshot(groups: Groups, kept: dict[str, Tensor] | None = None) -> dict[str, dict[str, Tensor]]:
     """A copy of all tensors on the host that training cannot change any more; ties stay ties.
 
-    From a GPU the copies are queued behind the work so far and waited for together.
+    `kept` holds the buffers of an earlier copy by name: they are used again where they fit, because fresh (and on a
+    GPU page-locked) memory costs more than the copy. From a GPU the copies are queued behind the work so far and
+    waited for together.
     """
     copies: dict[tuple, Tensor] = {}
+    kept = {} if kept is None else kept
+    used: set[str] = set()
 
-    def copied(tensor: Tensor) -> Tensor:
+    def copied(name: str, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
         key = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
         if tensor.numel() == 0 or key not in copies:
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            host = kept.get(name)
+            if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            kept[name] = host
+            used.add(name)
             copies[key] = host.copy_(tensor, non_blocking=True)
         return copies[key]
 
-    made = {name: {key: copied(value) for key, value in group.items()} for name, group in groups.items()}
+    made = {
+        group: {name: copied(f"{group}/{name}", value) for name, value in tensors.items()}
+        for group, tensors in groups.items()
+    }
+    for name in set(kept) - used:
+        del kept[name]
     if torch.cuda.is_available() and any(key[0].type == "cuda" for key in copies):
         torch.cuda.synchronize()
     return made

@@ -92,6 +92,11 @@ def test_snapshot_is_a_copy_and_keeps_ties():
     copy = snapshot(live)
     live["model"]["a.weight"].zero_()
     same(copy["model"], groups()["model"])
+    kept = {}
+    first = snapshot(groups(0), kept)["model"]["a.low"]
+    again = snapshot(groups(1), kept)["model"]
+    same(again, groups(1)["model"])
+    assert again["a.low"] is first  # the memory of the last copy serves the next
     assert copy["model"]["tied"].data_ptr() == copy["model"]["a.weight"].data_ptr()
 
 
