@@ -107,7 +107,7 @@ class GrootProcessing(ABC):
                 raise UserError(f"The {name} has {dim} dimensions, more than model.max_{name}_dim, {most}.")
         if data.action_steps is not None and not 0 < data.action_steps <= model.action_horizon:
             raise UserError(
-                f"data.action_steps is {data.action_steps}; it must be 1 to {model.action_horizon}, the model's horizon."
+                f"data.action_steps is {data.action_steps}; it must be between 1 and {model.action_horizon}."
             )
         if len(self._ids("")) > model.max_token_len:
             raise UserError(
