@@ -116,6 +116,8 @@ class Field:
         low, high: range of synthetic values (inclusive low, exclusive high for integers).
         observation: part of what `act` needs (targets and their masks are not).
         free: letters of `axes` whose size may be any (raw camera frames, which the model resizes).
+        tail: (value, n): synthetic rows end in n entries of this value and have it nowhere else (image tokens, whose
+            number a model counts on).
     """
 
     shape: tuple[int, ...]
@@ -125,6 +127,7 @@ class Field:
     high: float = 1.0
     observation: bool = True
     free: str = ""
+    tail: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -171,6 +174,10 @@ class Contract:
                 value = torch.rand(shape, generator=generator) * (spec.high - spec.low) + spec.low
             else:
                 value = torch.randint(int(spec.low), max(int(spec.high), int(spec.low) + 1), shape, generator=generator)
+                if spec.tail is not None:
+                    special, count = spec.tail
+                    value[value == special] = int(spec.low) + (special == int(spec.low))
+                    value[..., -count:] = special
             batch[name] = value.to(spec.dtype)
         return batch.to(device)
 

@@ -130,6 +130,12 @@ def patches_of(batch: Batch, vision: nn.Module, image_size: int) -> tuple[Tensor
     return patches_MNP, PatchGrid.of(sizes_M2, patches_MNP.shape[1], merge), False
 
 
+def image_tokens(config: GrootConfig) -> int:
+    """Image tokens of a sample with all its views, at the config's image size."""
+    vision = config.vision
+    return config.num_views * (config.image_size // vision.patch // vision.merge) ** 2
+
+
 @dataclass(frozen=True)
 class Embedded:
     """What a backbone's language model starts from.
@@ -210,9 +216,7 @@ class GrootPolicy(EmbodiedModel):
 
     @property
     def image_tokens(self) -> int:
-        """Image tokens of a sample with all its views, at the config's image size."""
-        vision = self.config.vision
-        return self.config.num_views * (self.config.image_size // vision.patch // vision.merge) ** 2
+        return image_tokens(self.config)
 
     @abstractmethod
     def backbone_blocks(self) -> list[BlockGroup]:
@@ -233,7 +237,14 @@ class GrootPolicy(EmbodiedModel):
         size, horizon, width = config.image_size, config.action_horizon, config.max_action_dim
         fields = {
             "images": Field((config.num_views, size, size, 3), torch.uint8, "VHWC", 0, 256),
-            "tokens": Field((config.max_token_len,), torch.int64, "L", 0, cls.vocabulary(config)),
+            "tokens": Field(
+                (config.max_token_len,),
+                torch.int64,
+                "L",
+                0,
+                cls.vocabulary(config),
+                tail=(config.image_token, image_tokens(config)),
+            ),
             "token_mask": Field((config.max_token_len,), torch.bool, "L"),
             **cls.backbone_fields(config),
             "state": Field((config.state_width,), torch.float32, "S", -1.0, 1.0),
