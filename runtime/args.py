@@ -237,7 +237,7 @@ class TrainingArgs:
 
     def was_set(self, name: str) -> bool:
         """Whether a person or a file decided `name`; what was not may be chosen by the run itself."""
-        return name in self.given
+        return name in self.given or getattr(self, name) != type(self).__dataclass_fields__[name].default
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -250,6 +250,8 @@ class TrainingArgs:
             )
         if self.use_nsys_profiler and (self.use_pytorch_profiler or self.profile is not None):
             raise UserError("--use-nsys-profiler and torch's profiler were both asked for: choose one.")
+        if self.lora_adapter and not self.use_lora:
+            raise UserError("--lora-adapter is given without --use-lora: add it, or leave the adapter out.")
 # fmt: on
 
 

@@ -25,6 +25,7 @@ from vlaforge.data.errors import UserError, unknown
 from vlaforge.models import Family, available, family
 from vlaforge.runtime.args import TrainingArgs
 from vlaforge.runtime.flags import Given, parse
+from vlaforge.runtime.unused import unused
 from vlaforge.runtime.values import build, coerce, defaults, is_union, parse_text, plain
 
 SAMPLES = Path(__file__).resolve().parents[1] / "data" / "samples"
@@ -47,10 +48,6 @@ class Resolved:
     data_config: Any
     provenance: Mapping[str, str] = field(compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
-
-    def was_set(self, name: str) -> bool:
-        """Whether anything but the declared default decides `name` (``train.video_backend``)."""
-        return self.provenance.get(name, "default") != "default"
 
     def tree(self) -> dict[str, Any]:
         """The sections as plain values: what a configuration file holds."""
@@ -249,7 +246,8 @@ class Layers:
         given = {name for name, source in self.origin.items() if source != "default" and name.startswith("train.")}
         names = frozenset(name.removeprefix("train.") for name in given)
         parts["train"] = replace(parts["train"], given=names)
-        said = (*notes, *_warnings(parts["train"]))
+        spelled = {name.removeprefix("train."): flag for name, flag in self.origin.items() if flag.startswith("--")}
+        said = (*notes, *_warnings(parts["train"]), *unused(parts["train"], spelled))
         return Resolved(parts["train"], self.family, parts["model"], parts["data"], dict(self.origin), said)
 
 

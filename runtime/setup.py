@@ -153,14 +153,13 @@ def open_episodes(resolved: Resolved) -> tuple[Dataset, Dataset | None]:
 
 def _open(resolved: Resolved, episodes: Sequence[int] | str | None) -> Dataset:
     args, data = resolved.args, resolved.data_config
-    was_set = resolved.was_set
     return open_dataset(
         args.dataset_path,
         format=args.dataset_format,
-        version=args.lerobotdataset_version if was_set("train.lerobotdataset_version") else None,
+        version=args.lerobotdataset_version if args.was_set("lerobotdataset_version") else None,
         episodes=episodes,
         split=args.split,
-        video_backend=args.video_backend if was_set("train.video_backend") else None,
+        video_backend=args.video_backend if args.was_set("video_backend") else None,
         action_key=data.action_key,
         state_key=data.state_key,
         language_key=data.language_key,

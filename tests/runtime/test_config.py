@@ -93,7 +93,7 @@ def test_defaults_lie_under_the_preset_under_the_file_under_the_command_line(toy
     assert origin["train.lr_base"] == "mine.yaml"
     assert origin["train.seed"] == "--seed"
     assert origin["model.vision.width"] == "command line"
-    assert not done.was_set("train.train_iters") and done.was_set("train.seed")
+    assert not done.args.was_set("train_iters") and done.args.was_set("seed")
 
 
 def test_interpolation_sees_what_the_command_line_set(toy):
@@ -212,7 +212,7 @@ def test_what_nobody_set_stays_open_through_a_saved_file(toy, tmp_path):
     done.save(path)
     again = resolve(["--config-file", str(path)])
     assert again.args.given - {"config_file"} == done.args.given
-    assert not again.was_set("train.lerobotdataset_version")
+    assert not again.args.was_set("lerobotdataset_version")
     assert tiny("--video-backend", "torchcodec").args.was_set("video_backend")
     path.write_text("train: {lr_base: 2.5e-5, lr_warmup_iters: 2000}\n")
     back = tiny("--config-file", str(path))
