@@ -17,10 +17,8 @@ class Optimizer(Pass):
 
     def decide(self, model: nn.Module, context: Context) -> Decision:
         options = context.options
-        if options.sharded:
-            return Decision(False, "sharded tensors update through torch's own fused kernels")
-        kernel = "one multi-tensor kernel" if options.device_kind.cuda else "one compiled loop a tensor group"
-        return Decision(True, f"clip, guard and AdamW in {kernel}")
+        kernel = "one multi-tensor kernel" if options.device_kind.cuda else "torch's fused kernel"
+        return Decision(True, f"clip, guard and AdamW in {kernel}{', shard by shard' if options.sharded else ''}")
 
     def sites(self, model: nn.Module, context: Context) -> list[Site]:
         return [Site("optimizer", "update", (claim("optimizer", ""),))]
