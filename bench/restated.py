@@ -4,7 +4,7 @@ What openpi's PyTorch trainer computes (scripts/train_pytorch.py, gemma_pytorch.
 image slots always, one vision call each under its own checkpoint; prompts at full length; prefix and actions in one
 joint attention with a dense additive mask, keys repeated for every head, rotary tables made in every layer; the last
 layer's prefix too; a checkpoint around every layer and another around all of them (so a layer's forward runs three
-times); bf16 weights without masters, `clip_grad_norm_`, AdamW (foreach), `loss.item()`. Vision attention is SDPA, as there.
+times); bf16 weights without masters, `clip_grad_norm_`, AdamW (foreach), `loss.item()`. Vision attention is SDPA.
 """
 
 from __future__ import annotations

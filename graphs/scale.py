@@ -165,8 +165,8 @@ def table(work: Workload, world: int, device: DeviceKind, network: Network | Non
             f"{row.seconds * 1e3:>7.0f}ms{row.exposed * 1e3:>6.0f}ms{note}"
         )
     lines.append(
-        f"GiB; expected, not measured: {REACHED:.0%} of the roofline, {LINK_REACHED:.0%} of {device.link / 1e9:.0f} GB/s "
-        f'inside a machine and {network.across / 1e9:.0f} GB/s between; "waits" is traffic that compute cannot hide.'
+        f"GiB; expected, not measured: {REACHED:.0%} of the roofline, {LINK_REACHED:.0%} of {device.link / 1e9:.0f} "
+        f'GB/s inside a machine and {network.across / 1e9:.0f} GB/s between; "waits" is traffic that compute cannot hide.'
     )
     return "\n".join(lines)
 

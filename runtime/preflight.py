@@ -21,6 +21,7 @@ from vlaforge.graphs.cost import step_cost
 from vlaforge.graphs.devices import GIB, device_kind
 from vlaforge.runtime.adapter import chosen_config
 from vlaforge.runtime.args import TrainingArgs
+from vlaforge.runtime.checkpoint.resumed import check_resumed
 from vlaforge.runtime.checkpoint.store import Checkpoints
 from vlaforge.runtime.checkpoint.weights import check_pretrained, find_weights
 from vlaforge.runtime.config import Resolved
@@ -52,6 +53,8 @@ def preflight(resolved: Resolved, passed: Passed = lambda name, what: None) -> S
     executor(args.optimizer)
     options(args, program(args.trainer_type).settings)
     setup = build_setup(resolved, passed)
+    if found is not None:
+        setup.notes += check_resumed(setup, found)
     model = meta_model(setup)
     make_plan(model, setup.contract, plan_options(args, setup.device))
     passed("model", f"{sum(p.numel() for p in model.parameters()) / 1e6:,.1f} M parameters")

@@ -14,8 +14,8 @@ from vlaforge.data.errors import UserError
 from vlaforge.data.readers.lerobot.reader import LeRobotReader
 from vlaforge.runtime import programs
 from vlaforge.runtime.checkpoint import files, formats
-from vlaforge.runtime.programs import FinetuneTrainer, program
 from vlaforge.runtime.process import locked
+from vlaforge.runtime.programs import FinetuneTrainer, program
 
 
 def registered(monkeypatch, cls):
