@@ -167,9 +167,9 @@ def flow_mix(
 
 
 def _inputs(case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None) -> dict:
-    shape, times = tuple(case.sizes["shape"]), tuple(case.sizes["time"])
-    x, noise = (torch.randn(shape, device=device, generator=generator).to(dtype) for _ in range(2))
-    time = torch.rand(times, device=device, generator=generator)
+    b, each, times = (case.sizes[name] for name in ("B", "x", "time"))
+    x, noise = (torch.randn(b, *each, device=device, generator=generator).to(dtype) for _ in range(2))
+    time = torch.rand(b, *times, device=device, generator=generator)
     return {"x": x, "noise": noise, "time": time, "towards": case.sizes["towards"]}
 
 
@@ -181,11 +181,12 @@ KERNEL = KernelSpec(
     inputs=_inputs,
     supports=supports,
     grads=("x", "noise"),
+    caps={"B": 2},
     cases=(
-        Case("pi05 actions", {"shape": (32, 50, 32), "time": (32,), "towards": "noise"}),
-        Case("gr00t actions", {"shape": (32, 40, 132), "time": (32, 1, 1), "towards": "data"}),
-        Case("wan latents, per frame", {"shape": (4, 48, 3, 14, 28), "time": (4, 1, 3, 1, 1), "towards": "noise"}),
-        Case("action tokens, per block", {"shape": (2, 96, 32), "time": (2, 4), "towards": "noise"}),
-        Case("odd", {"shape": (3, 7, 5), "time": (3, 7), "towards": "data"}),
+        Case("pi05 actions", {"B": 32, "x": (50, 32), "time": (), "towards": "noise"}),
+        Case("gr00t actions", {"B": 32, "x": (40, 132), "time": (1, 1), "towards": "data"}),
+        Case("wan latents, per frame", {"B": 16, "x": (48, 3, 14, 28), "time": (1, 3, 1, 1), "towards": "noise"}),
+        Case("action tokens, per block", {"B": 2, "x": (96, 32), "time": (4,), "towards": "noise"}),
+        Case("odd", {"B": 3, "x": (7, 5), "time": (7,), "towards": "data"}),
     ),
 )

@@ -218,12 +218,13 @@ KERNEL = KernelSpec(
     inputs=_inputs,
     supports=supports,
     grads=("gate", "up"),
-    caps={"B": 2, "T": 3},
+    caps={"B": 2, "T": 3, "F": 2500},
     cases=(
         Case("pi05 language, packed", {"B": 32, "T": 762, "F": 16384, "activation": "gelu", "packed": True}),
         Case("pi05 expert", {"B": 32, "T": 50, "F": 4096, "activation": "gelu", "packed": False}),
         Case("qwen3 2b, packed", {"B": 16, "T": 192, "F": 6144, "activation": "silu", "packed": True}),
         Case("cosmos3 8b", {"B": 2, "T": 4096, "F": 12288, "activation": "silu", "packed": False}),
         Case("odd, packed", {"B": 3, "T": 37, "F": 331, "activation": "silu", "packed": True}),
+        Case("odd", {"B": 3, "T": 5, "F": 331, "activation": "gelu", "packed": False}),
     ),
 )

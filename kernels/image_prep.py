@@ -252,7 +252,8 @@ def image_prep(
 
 
 def _inputs(case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None) -> dict:
-    n, (height, width), size = case.sizes["N"], case.sizes["source"], case.sizes["size"]
+    n, height, width = (case.sizes[axis] for axis in ("N", "H", "W"))
+    size = case.sizes["h"], case.sizes["w"]
     frames = torch.randint(256, (n, height, width, 3), device=device, generator=generator, dtype=torch.uint8)
     inputs = {"frames": frames, "size": size, "dtype": dtype}
     if case.sizes.get("augmented"):
@@ -272,12 +273,12 @@ KERNEL = KernelSpec(
     reference=reference,
     inputs=_inputs,
     supports=supports,
-    caps={"N": 2},
+    caps={"N": 2, "h": 50, "w": 50},
     tolerances={torch.float32: 2e-4, torch.bfloat16: 1.6e-2},
     cases=(
-        Case("pi05, two views of 480 x 640", {"N": 64, "source": (480, 640), "size": (224, 224)}),
-        Case("pi05, augmented", {"N": 64, "source": (480, 640), "size": (224, 224), "augmented": True}),
-        Case("x-vla, imagenet range", {"N": 96, "source": (256, 256), "size": (224, 224), **IMAGENET}),
-        Case("odd", {"N": 3, "source": (37, 23), "size": (29, 31)}),
+        Case("pi05, two views of 480 x 640", {"N": 64, "H": 480, "W": 640, "h": 224, "w": 224}),
+        Case("pi05, augmented", {"N": 64, "H": 480, "W": 640, "h": 224, "w": 224, "augmented": True}),
+        Case("x-vla, imagenet range", {"N": 96, "H": 256, "W": 256, "h": 224, "w": 224, **IMAGENET}),
+        Case("odd", {"N": 3, "H": 37, "W": 23, "h": 29, "w": 31}),
     ),
 )

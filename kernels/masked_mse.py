@@ -165,14 +165,14 @@ def masked_mse(prediction: Tensor, target: Tensor, mask: Tensor, weight: Tensor 
 
 
 def _inputs(case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None) -> dict:
-    shape = tuple(case.sizes["shape"])
-    prediction = torch.randn(shape, device=device, generator=generator).to(dtype)
-    target = torch.randn(shape, device=device, generator=generator).to(dtype)
-    mask = torch.rand(tuple(case.sizes["mask"]), device=device, generator=generator) < 0.7
+    b, each = case.sizes["B"], case.sizes["x"]
+    prediction, target = (torch.randn(b, *each, device=device, generator=generator).to(dtype) for _ in range(2))
+    mask = torch.rand(b, *case.sizes["mask"], device=device, generator=generator) < 0.7
     target = torch.where(values(mask, target).view, target, float("nan"))  # garbage where nothing may look
-    weight = case.sizes.get("weight")
-    weight = weight and torch.rand(tuple(weight), device=device, generator=generator)
-    return {"prediction": prediction, "target": target, "mask": mask, "weight": weight}
+    inputs = {"prediction": prediction, "target": target, "mask": mask}
+    if "weight" in case.sizes:
+        inputs["weight"] = torch.rand(b, *case.sizes["weight"], device=device, generator=generator)
+    return inputs
 
 
 KERNEL = KernelSpec(
@@ -183,13 +183,11 @@ KERNEL = KernelSpec(
     inputs=_inputs,
     supports=supports,
     grads=("prediction",),
+    caps={"B": 2},
     cases=(
-        Case("pi05 actions", {"shape": (32, 50, 32), "mask": (32, 50, 32)}),
-        Case("gr00t actions, by step", {"shape": (32, 40, 132), "mask": (32, 40)}),
-        Case(
-            "wan latents, by frame",
-            {"shape": (4, 48, 3, 14, 28), "mask": (4, 1, 3, 1, 1), "weight": (4,)},
-        ),
-        Case("odd, by block", {"shape": (3, 14, 5), "mask": (3, 14, 1), "weight": (3, 7)}),
+        Case("pi05 actions", {"B": 32, "x": (50, 32), "mask": (50, 32)}),
+        Case("gr00t actions, by step", {"B": 32, "x": (40, 132), "mask": (40,)}),
+        Case("wan latents, by frame", {"B": 16, "x": (48, 3, 14, 28), "mask": (1, 3, 1, 1), "weight": ()}),
+        Case("odd, by block", {"B": 3, "x": (14, 5), "mask": (14, 1), "weight": (7,)}),
     ),
 )

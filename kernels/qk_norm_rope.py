@@ -221,7 +221,7 @@ def _forward_fake(x, weight, cos, sin, eps, interleaved, plus_one, cast_first):
 def _forward(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, interleaved: bool, plus_one: bool, cast_first: bool
 ) -> tuple[Tensor, Tensor]:
-    x, cos, sin, weight = side_by_side(x), cos.contiguous(), sin.contiguous(), weight.contiguous()
+    x, weight, (cos, sin) = side_by_side(x), weight.contiguous(), rope.strides_alike(cos, sin)
     (b, t, h, k), whole = x.shape, weight.shape[0] != x.shape[-1]
     y, rstd = _forward_fake(x, weight, cos, sin, eps, interleaved, plus_one, cast_first)
     rows, pairs, warps, tiles = _tile(x, whole)
@@ -242,7 +242,7 @@ def _backward_fake(dy, x, weight, cos, sin, rstd, interleaved, plus_one):
 def _backward(
     dy: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rstd: Tensor, interleaved: bool, plus_one: bool
 ) -> tuple[Tensor, Tensor]:
-    dy, x, cos, sin = side_by_side(dy), side_by_side(x), cos.contiguous(), sin.contiguous()
+    dy, x, (cos, sin) = side_by_side(dy), side_by_side(x), rope.strides_alike(cos, sin)
     weight = weight.contiguous()
     (b, t, h, k), whole = x.shape, weight.shape[0] != x.shape[-1]
     rows, pairs, warps, tiles = _tile(x, whole, backward=True)

@@ -56,13 +56,20 @@ def _kernel(
 # ---- launchers and registration
 
 
+def strides_alike(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Tables that a kernel can read by cos's strides: as they are (halves of wider ones, too), or copies."""
+    if cos.stride() == sin.stride() and cos.stride(-1) == 1:
+        return cos, sin
+    return cos.contiguous(), sin.contiguous()
+
+
 def _fake(x, cos, sin, interleaved, conjugate):
     return torch.empty_like(side_by_side(x))
 
 
 @op("rotary", _fake)
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, conjugate: bool) -> Tensor:
-    x, cos, sin = side_by_side(x), cos.contiguous(), sin.contiguous()
+    x, (cos, sin) = side_by_side(x), strides_alike(cos, sin)
     (b, t, h, _), pairs = x.shape, cos.shape[-1]
     y = torch.empty_like(x)
     width = power_of_2(pairs)
