@@ -166,7 +166,7 @@ def table(work: Workload, world: int, device: DeviceKind, network: Network | Non
         )
     lines.append(
         f"GiB; expected, not measured: {REACHED:.0%} of the roofline, {LINK_REACHED:.0%} of {device.link / 1e9:.0f} "
-        f'GB/s inside a machine and {network.across / 1e9:.0f} GB/s between; "waits" is traffic that compute cannot hide.'
+        f"GB/s inside a machine and {network.across / 1e9:.0f} GB/s between; 'waits' is what compute cannot hide."
     )
     return "\n".join(lines)
 
