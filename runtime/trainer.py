@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -30,13 +29,14 @@ from vlaforge.runtime.checkpoint.store import Checkpoints, Content, reason
 from vlaforge.runtime.evaluate import held_out_loss
 from vlaforge.runtime.hooks import Hooks
 from vlaforge.runtime.meter import Meter, StageTimer, work_of
-from vlaforge.runtime.metrics import Log, OnTheWay, open_log
+from vlaforge.runtime.metrics import Log, open_log
 from vlaforge.runtime.optim import low_precision_without_masters
 from vlaforge.runtime.params import build_groups_of
 from vlaforge.runtime.process import Garbage, StopSignal, locked, prepare
 from vlaforge.runtime.profiler import StepProfiler
 from vlaforge.runtime.programs import samples_of
 from vlaforge.runtime.ranks import Ranks
+from vlaforge.runtime.reporter import Reporter, check_distinct
 from vlaforge.runtime.setup import Setup
 
 
@@ -77,8 +77,6 @@ class Trainer:
         self.completed = 0
         self.checkpoint: Path | None = None
         self._saved = -1
-        self._waiting: OnTheWay | None = None
-        self._skipped = 0
 
     @property
     def stopped(self) -> str | None:
@@ -152,7 +150,8 @@ class Trainer:
             self._rehearse()
         tree = self.setup.resolved.tree()
         self.log = open_log(self.args, self.folder, tree, self.completed) if self.ranks.leads else Log([])
-        self._skipped = self.parts.core.guard.state()["skipped"]
+        stages = bool(self.args.timing_log_level)
+        self.reporter = Reporter(self.log, self.hooks, self.parts.core.guard, self.ranks, stages)
         self.meter = Meter(self.device, self.ranks.world, work)
 
     def _found(self) -> Path | None:
@@ -186,11 +185,15 @@ class Trainer:
     # ------------------------------------------------------------------------------------------ stepping
 
     def _loop(self, garbage: Garbage) -> None:
-        batches = to_device(self.parts.loader, self.device)
+        batches, first = to_device(self.parts.loader, self.device), True
         while self.completed < self.args.train_iters:
             step = self.completed + 1
             self.profiler.before(step)
             minibatches = self._next(batches)
+            if first:
+                check_distinct(self.ranks, minibatches)
+                first = False
+            self.reporter.taken(step, minibatches)
             detail = self.args.detail_log_interval
             self.timer.armed = bool(detail) and step % detail == 0
             self.ranks.tell(step)
@@ -232,35 +235,7 @@ class Trainer:
         if -1 not in self.args.loss_log_rank:
             shares = self.ranks.gather(float(self.parts.core.own_loss))
             facts |= {f"loss/rank{r}": shares[r] for r in self.args.loss_log_rank if r < len(shares)}
-        self._flush()
-        self._waiting = OnTheWay(step, metrics, facts)
-        if self._waiting.here or results:
-            self._flush()
-
-    def _flush(self) -> None:
-        """Writes the row that is on its way, when there is one."""
-        if self._waiting is None:
-            return
-        row, self._waiting = self._waiting.row(), None
-        self.log.write(row)
-        if self.ranks.leads:
-            self.hooks.logged(int(row["step"]), row)
-            self._remark(row)
-        fault = self.parts.core.guard.fault(row, int(row["step"]))
-        if fault is not None:
-            raise UserError(fault)
-
-    def _remark(self, row: Mapping[str, Any]) -> None:
-        """Says what a log line alone does not: skipped steps, stage times."""
-        if row["skipped"] > self._skipped:
-            count, self._skipped = row["skipped"] - self._skipped, row["skipped"]
-            self.hooks.note(
-                f"step {row['step']}: {count} skipped since the last line (loss {row['loss']:g}, gradient norm "
-                f"{row['grad_norm']:g}); {row['skipped']} in all"
-            )
-        stages = {name.removeprefix("time/"): value for name, value in row.items() if name.startswith("time/")}
-        if stages and self.args.timing_log_level:
-            self.hooks.note("stages: " + ", ".join(f"{name} {value:.1f} ms" for name, value in stages.items()))
+        self.reporter.log(step, metrics, facts, now=bool(results))
 
     def _tokens(self, minibatches: list[Minibatch]) -> int:
         return sum(self.model.token_count(minibatch.batch) for minibatch in minibatches)
@@ -299,7 +274,7 @@ class Trainer:
 
     def _end(self) -> None:
         """The last rows, checkpoint and words of a run that was not cut off by an error."""
-        self._flush()
+        self.reporter.flush()
         if self.args.save_interval:
             self._save()
         self.store.wait()

@@ -25,6 +25,7 @@ from vlaforge.runtime.checkpoint import files, formats
 from vlaforge.runtime.checkpoint.formats import Format, Groups
 
 PREFIX = "steps_"
+GIB = 1024**3
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Checkpoints:
         """
         began = time.perf_counter()
         self.wait()
-        if not self.background:
+        if not self.background or not self._copy_fits(content.groups):
             self._run(content, best)
             self._raise()
         else:
@@ -97,6 +98,20 @@ class Checkpoints:
             self._thread = threading.Thread(target=self._run, args=(content, best), name="checkpoint")
             self._thread.start()
         self.stalled_s += time.perf_counter() - began
+
+    def _copy_fits(self, groups: Groups) -> bool:
+        """Whether the host has memory for a copy, unless it holds one already."""
+        if self._buffers:
+            return True
+        needed = sum(v.numel() * v.element_size() for tensors in groups.values() for v in tensors.values())
+        free = free_memory()
+        if free is None or needed < 0.8 * free:
+            return True
+        self.note(
+            f"Warning: a copy of the checkpoint needs {needed / GIB:.1f} GiB and the host has {free / GIB:.1f} GiB "
+            "free: this one is written in the foreground."
+        )
+        return False
 
     def wait(self) -> None:
         """Until the background save is done; raises its error."""
@@ -255,6 +270,15 @@ def snapshot(groups: Groups, kept: dict[str, Tensor] | None = None) -> dict[str,
     if torch.cuda.is_available() and any(key[0].type == "cuda" for key in copies):
         torch.cuda.synchronize()
     return made
+
+
+def free_memory() -> int | None:
+    """Bytes of host memory that can be had without swapping; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return None
 
 
 def reason(error: OSError, folder: Path) -> str:

@@ -87,6 +87,16 @@ def test_background_save_does_not_wait_for_the_disk(tmp_path, monkeypatch):
     assert [step for step, _ in store.listed()] == [1, 2]
 
 
+def test_no_memory_for_a_copy_saves_in_the_foreground(tmp_path, monkeypatch):
+    from vlaforge.runtime.checkpoint import store as module
+
+    notes = []
+    monkeypatch.setattr(module, "free_memory", lambda: 100)
+    store = Checkpoints(tmp_path, background=True, note=notes.append)
+    store.save(Content(1, groups()))
+    assert not store.writing and store.newest()[0] == 1 and "written in the foreground" in notes[0]
+
+
 def test_snapshot_is_a_copy_and_keeps_ties():
     live = groups()
     copy = snapshot(live)

@@ -50,7 +50,10 @@ def test_a_poisoned_step_is_skipped_counted_and_told(runs, monkeypatch):
     assert [row["skipped"] for row in rows] == [0, 0, 0, 1, 1, 1]
     assert rows[3]["loss"] is None and all(math.isfinite(rows[n]["loss"]) for n in (0, 1, 2, 4, 5))
     assert rows[3]["nonfinite"] == 1 and rows[3]["in_a_row"] == 1 and rows[4]["in_a_row"] == 0
-    assert any("step 4: 1 skipped" in note for note in runs.hooks.notes)
+    told = next(note for note in runs.hooks.notes if "step 4: 1 skipped" in note)
+    cursor = trainer.parts.feed.schedule.order.slice(0, 6, 8)[0]
+    rows_of_four = [trainer.setup.dataset.row_id(int(position)) for position in cursor]
+    assert f"Dataset rows: {rows_of_four[0]}, {rows_of_four[1]}." in told
     state = json.loads((trainer.checkpoint / "state.json").read_text())
     assert state["iteration"] == 6 and state["guard"]["skipped"] == 1
     steps = {float(value) for name, value in formats.read(trainer.checkpoint, "optim").items() if "step." in name}
@@ -64,6 +67,25 @@ def test_too_many_skipped_steps_stop_the_run(runs, monkeypatch):
         runs(*flags, "--stop-after-skipped", "2", "--save-interval", "2", into="x")
     held = runs.folder / "x" / "checkpoints" / "steps_2"
     assert files.fault(held) is None
+
+
+def test_ranks_that_read_the_same_are_stopped():
+    from vlaforge.data.schema import Batch, Draw, Minibatch
+    from vlaforge.runtime.ranks import Ranks
+    from vlaforge.runtime.reporter import check_distinct
+
+    class Two(Ranks):
+        world = 2
+
+        def gather(self, value):
+            return [value, self.other]
+
+    ranks, mine = Two(), [Minibatch(Batch(), Draw(), torch.tensor([4, 9]))]
+    ranks.other = [9, 5]
+    check_distinct(ranks, mine)
+    ranks.other = [4, 9]
+    with pytest.raises(UserError, match="Ranks 0 and 1 read the same 2 samples"):
+        check_distinct(ranks, mine)
 
 
 # ------------------------------------------------------------------------------------------ ends
