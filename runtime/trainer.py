@@ -30,7 +30,7 @@ from vlaforge.runtime.evaluate import held_out_loss
 from vlaforge.runtime.hooks import Hooks
 from vlaforge.runtime.meter import Meter, StageTimer, work_of
 from vlaforge.runtime.metrics import Log, open_log
-from vlaforge.runtime.optim import low_precision_without_masters
+from vlaforge.runtime.optim.vanish import TELLING, Unmoved
 from vlaforge.runtime.params import build_groups_of
 from vlaforge.runtime.process import Garbage, StopSignal, locked, prepare
 from vlaforge.runtime.profiler import StepProfiler
@@ -138,10 +138,10 @@ class Trainer:
             self.checkpoint, self._saved = found, self.completed
             for note in notes:
                 self.hooks.note(note)
-        if low_precision_without_masters(self.parts.optimizer):
+        self.unmoved = Unmoved(self.parts.optimizer)
+        if self.unmoved:
             self.hooks.note(
-                "Warning: low-precision weights without fp32 masters; updates below half a unit in the last place "
-                "of a weight vanish. --master-weights keeps them."
+                "Warning: low-precision weights without fp32 masters; --master-weights keeps small updates."
             )
         self.ranks.agree(self._facts())
         for note in self.ranks.notes(self.parts):
@@ -197,7 +197,7 @@ class Trainer:
             detail = self.args.detail_log_interval
             self.timer.armed = bool(detail) and step % detail == 0
             self.ranks.tell(step)
-            metrics = self.parts.step(minibatches)
+            metrics = self._step(minibatches)
             self.completed = step
             self.profiler.after(step)
             self.meter.add(minibatches, self._tokens(minibatches))
@@ -205,6 +205,20 @@ class Trainer:
             garbage.after(step)
             if self.ranks.any(self.signal.name is not None):
                 return
+
+    def _step(self, minibatches: list[Minibatch]) -> dict[str, torch.Tensor]:
+        """One step; where updates may vanish, the steps whose stages are timed are looked at for that."""
+        looking = self.timer.armed and bool(self.unmoved)
+        if looking:
+            self.unmoved.before()
+        metrics = self.parts.step(minibatches)
+        if looking and int(metrics["in_a_row"]) == 0 and (share := self.unmoved.share()) > TELLING:
+            metrics = {**metrics, "unmoved": torch.tensor(share, device=metrics["loss"].device)}
+            self.hooks.note(
+                f"Warning: the last update left {share:.0%} of the low-precision weights where they were: use "
+                "--master-weights, or a higher rate."
+            )
+        return metrics
 
     def _next(self, batches: Iterator[Minibatch]) -> list[Minibatch]:
         try:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from vlaforge.data.errors import unknown
 from vlaforge.runtime.optim.base import Executor, Group, Hyper, Leaf, Optimizer
 from vlaforge.runtime.optim.external import APEX, TRANSFORMER_ENGINE, ExternalAdam
@@ -54,8 +52,3 @@ def build_optimizer(
     hyper = hyper or Hyper()
     keys = ("momentum",) if name == "SGD" and hyper.momentum > 0 else NAMES[name].keys
     return Optimizer(groups, keys, run, hyper, master_weights)
-
-
-def low_precision_without_masters(optimizer: Optimizer) -> bool:
-    """Whether updates are rounded to bf16 or fp16 weights directly, where small ones vanish."""
-    return any(leaf.master is None and leaf.param.dtype != torch.float32 for leaf in optimizer.leaves)

@@ -282,11 +282,18 @@ def test_rehearsal_is_before_the_first_step(runs, monkeypatch):
     assert not (runs.folder / "x" / "metrics.jsonl").exists()
 
 
-def test_low_precision_without_masters_warns(runs):
-    runs("--dtype", "bfloat16", "--no-master-weights", "--train-iters", "1")
-    assert any("without fp32 masters" in note for note in runs.hooks.notes)
-    runs("--dtype", "bfloat16", "--train-iters", "1")
-    assert not any("without fp32 masters" in note for note in runs.hooks.notes)
+def test_updates_that_vanish_are_told(runs):
+    """At a tiny rate bf16 weights stand still without masters, and the run says so; with masters there is no
+    warning."""
+    low = ["--dtype", "bfloat16", "--detail-log-interval", "3", "--lr-warmup-iters", "0"]
+    trainer = runs(*low, "--no-master-weights", "--lr-base", "1e-6")
+    notes = [note for note in runs.hooks.notes if note.startswith("Warning")]
+    assert "without fp32 masters" in notes[0] and "of the low-precision weights where they were" in notes[1]
+    assert [row["step"] for row in runs.rows(trainer) if row.get("unmoved", 0) > 0.5] == [3, 6]
+    runs(*low, "--no-master-weights", "--lr-base", "1e-2")
+    assert not any("where they were" in note for note in runs.hooks.notes)
+    runs(*low, "--lr-base", "1e-6")
+    assert not any(note.startswith("Warning") for note in runs.hooks.notes)
 
 
 def test_float16_trains_with_a_loss_scale(runs):
