@@ -21,6 +21,7 @@ from vlaforge.kernels.ada_norm import ada_norm
 from vlaforge.kernels.gated_residual import gated_residual
 from vlaforge.kernels.glu import glu
 from vlaforge.kernels.image_prep import image_prep
+from vlaforge.kernels.qk_norm_rope import qk_norm_rope
 from vlaforge.kernels.rms_norm import rms_norm
 from vlaforge.kernels.rotary import rotary
 from vlaforge.models.blocks.attention import Attention, Mask
@@ -30,6 +31,7 @@ from vlaforge.models.blocks.modulation import GatedAdd, ModulatedLayerNorm
 from vlaforge.models.blocks.norms import AdaRMSNorm, RMSNorm
 from vlaforge.models.blocks.rotary import Rotary
 from vlaforge.models.towers.siglip import PatchEmbed
+from vlaforge.models.video.rope import QKNormRotary
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,12 @@ def fused_rotary(self: Rotary, x_BHTK: Tensor, cos_BTJ: Tensor, sin_BTJ: Tensor)
     return rotary(x_BHTK.transpose(1, 2), cos_BTJ[..., :half], sin_BTJ[..., :half]).transpose(1, 2)
 
 
+def fused_qk(
+    self: QKNormRotary, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos_SP: Tensor, sin_SP: Tensor
+) -> tuple[Tensor, Tensor]:
+    return qk_norm_rope(q, k, q_weight, k_weight, cos_SP, sin_SP, eps=self.eps, layout="interleaved")
+
+
 def fused_images(
     self: PrepareImages, images: Tensor, dtype: torch.dtype = torch.float32, placements: Tensor | None = None
 ) -> Tensor:
@@ -145,6 +153,7 @@ CUDA_TABLE = (
     Swap(GatedAdd, "gated_residual", "forward", fused_gated_add, _always),
     Swap(GatedActivation, "glu", "forward", fused_glu, lambda module, _: module.activation in GLU),
     Swap(Rotary, "rotary", "forward", fused_rotary, _always),
+    Swap(QKNormRotary, "qk_norm_rope", "forward", fused_qk, _always),
     Swap(PrepareImages, "image_prep", "forward", fused_images, _always),
 )
 

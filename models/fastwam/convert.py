@@ -17,7 +17,7 @@ from torch import Tensor
 from vlaforge.data.errors import UserError
 from vlaforge.models.convert import Account, Layout, Rule, State, read_safetensors
 from vlaforge.models.video.frozen import read_state
-from vlaforge.models.video.names import expert_rules
+from vlaforge.models.video.names import block_rules, expert_rules
 
 _EXPERTS = tuple(rule for expert in ("video", "action") for rule in expert_rules(f"mot.mixtures.{expert}.", expert))
 _PROPRIO = Rule("proprio_encoder.{rest}", "proprio_encoder.{rest}")
@@ -33,10 +33,8 @@ LAYOUTS = {
     "lerobot": Layout(
         "lerobot",
         (
-            *(
-                Rule(f"mot.layers.{{i}}.blocks.{half}.{{rest}}", f"layers.{{i}}.{half}.{{rest}}")
-                for half in ("video", "action")
-            ),
+            *block_rules("mot.layers.{i}.blocks.video", "layers.{i}.video"),
+            *block_rules("mot.layers.{i}.blocks.action", "layers.{i}.action"),
             *_EXPERTS,
             _PROPRIO,
         ),

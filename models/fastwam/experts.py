@@ -110,11 +110,12 @@ class MoTLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """(video, action) tokens after the layer; of the video the denoised frames alone in the last layer."""
         six, action_six = self.video.modulations(video_time_BG6D), self.action.modulations(action_time_B16E)
-        video_q, video_k, video_v = self.video.project(video_BSD, six, video_cos, video_sin, self.tokens)
+        video_q, video_k, video_v = self.video.project(video_BSD, six, video_cos, video_sin)
         action_q, action_k, action_v = self.action.project(action_BAE, action_six, action_cos, action_sin)
+        wanted_q = video_q if self.tokens is None else video_q[:, self.tokens]
         mixed = attend(
             self.calls,
-            {"video": video_q, "action": action_q},
+            {"video": wanted_q, "action": action_q},
             {"video": video_k, "action": action_k},
             {"video": video_v, "action": action_v},
             self.video.self_attn.mix,

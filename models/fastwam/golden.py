@@ -172,7 +172,7 @@ class Golden(Base):
         yield from self._whole("", "uncond")
         model, layers = self._variant("uncond", skip_unused=False), range(self.config.layers)
         sides = {
-            "attn_in": "self_attn.q:in",
+            "attn_in": "self_attn.qkv:in",
             "mixed_attn_out": "self_attn.o:in",
             "cross_attn_out": "cross_attn.o",
             "ffn_out": "ffn",

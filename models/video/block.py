@@ -19,47 +19,70 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlaforge.models.blocks.attention import Attention
+from vlaforge.models.blocks.attention import QKV, Attention
 from vlaforge.models.blocks.modulation import GatedAdd, ModulatedLayerNorm
 from vlaforge.models.blocks.norms import RMSNorm
-from vlaforge.models.video.rope import PairRotary
+from vlaforge.models.video.rope import QKNormRotary
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Six = tuple[Tensor, ...]
 """The six modulations of a block, fp32 [B, G, D] each."""
 
 
-class Projections(nn.Module):
-    """q, k, v, o of one attention with RMSNorm over the joint width of q and k.
+def mix(q_BSHK: Tensor, k_BLHK: Tensor, v_BLHK: Tensor, attention: Attention, bias: Tensor | None = None) -> Tensor:
+    """Softmax attention of [B, S, H, K] tensors without a mask; `bias` [1, 1, 1, L] is added to the scores."""
+    q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BLHK, v_BLHK))
+    if bias is not None:
+        return F.scaled_dot_product_attention(q, k, v, bias.to(q.dtype)).transpose(1, 2)
+    return attention(q, k, v).transpose(1, 2)
 
-    `dim` is the width of tokens and text, `heads`·`head_dim` that of the attention (they differ in FastWAM's action
-    expert, which meets the video expert in one attention).
+
+class SelfAttention(nn.Module):
+    """Projections of self attention, with RMSNorm over the joint width of q and k, and rotary positions.
+
+    `dim` is the width of the tokens, `heads`·`head_dim` that of the attention (they differ in FastWAM's action expert,
+    which meets the video expert in one attention).
     """
+
+    def __init__(self, dim: int, heads: int, head_dim: int, eps: float):
+        super().__init__()
+        inner = heads * head_dim
+        self.qkv = QKV(dim, heads, heads, head_dim, bias=True)
+        self.norm_q, self.norm_k = RMSNorm(inner, eps), RMSNorm(inner, eps)
+        self.norm_rotary = QKNormRotary(eps)
+        self.attention = Attention()
+        self.o = nn.Linear(inner, dim)
+
+    def forward(self, h_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k (normed and rotated) and v, [B, S, H, K] each."""
+        q, k, v = (x.transpose(1, 2) for x in self.qkv(h_BSD))
+        q, k = self.norm_rotary(q, k, self.norm_q.weight, self.norm_k.weight, cos_SP, sin_SP)
+        return q, k, v
+
+    def mix(self, q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor) -> Tensor:
+        return mix(q_BSHK, k_BSHK, v_BSHK, self.attention)
+
+
+class CrossAttention(nn.Module):
+    """Attention of tokens to the text, both `dim` wide; RMSNorm over the joint width of q and k."""
 
     def __init__(self, dim: int, heads: int, head_dim: int, eps: float):
         super().__init__()
         inner = heads * head_dim
         self.heads, self.head_dim = heads, head_dim
         self.q, self.k, self.v = (nn.Linear(dim, inner) for _ in range(3))
-        self.o = nn.Linear(inner, dim)
         self.norm_q, self.norm_k = RMSNorm(inner, eps), RMSNorm(inner, eps)
         self.attention = Attention()
+        self.o = nn.Linear(inner, dim)
 
-    def query(self, x_BSD: Tensor) -> Tensor:
-        return self._split(self.norm_q(self.q(x_BSD)))
+    def forward(self, x_BSD: Tensor, text_BLHK: tuple[Tensor, Tensor], bias: Tensor | None = None) -> Tensor:
+        """Tokens [B, S, D] and the text's (k, v) → [B, S, D]."""
+        q = self._split(self.norm_q(self.q(x_BSD)))
+        return self.o(mix(q, *text_BLHK, self.attention, bias).flatten(2))
 
-    def key_value(self, x_BLD: Tensor) -> tuple[Tensor, Tensor]:
-        return self._split(self.norm_k(self.k(x_BLD))), self._split(self.v(x_BLD))
-
-    def mix(self, q_BSHK: Tensor, k_BLHK: Tensor, v_BLHK: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Softmax attention without a mask; `bias` [1, 1, 1, L] is added to the scores."""
-        q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BLHK, v_BLHK))
-        if bias is not None:
-            return F.scaled_dot_product_attention(q, k, v, bias.to(q.dtype)).transpose(1, 2)
-        return self.attention(q, k, v).transpose(1, 2)
-
-    def output(self, mixed_BSHK: Tensor) -> Tensor:
-        return self.o(mixed_BSHK.flatten(2))
+    def keys(self, text_BLD: Tensor) -> tuple[Tensor, Tensor]:
+        """(k, v) [B, L, H, K] of the embedded text."""
+        return self._split(self.norm_k(self.k(text_BLD))), self._split(self.v(text_BLD))
 
     def _split(self, x_BSE: Tensor) -> Tensor:
         return x_BSE.unflatten(-1, (self.heads, self.head_dim))
@@ -71,11 +94,10 @@ class WanBlock(nn.Module):
     def __init__(self, dim: int, ffn_dim: int, heads: int, head_dim: int, eps: float = 1e-6):
         super().__init__()
         self.norm1 = ModulatedLayerNorm(dim, eps)
-        self.self_attn = Projections(dim, heads, head_dim, eps)
-        self.rotary = PairRotary()
+        self.self_attn = SelfAttention(dim, heads, head_dim, eps)
         self.add_attn = GatedAdd()
         self.norm3 = nn.LayerNorm(dim, eps=eps)
-        self.cross_attn = Projections(dim, heads, head_dim, eps)
+        self.cross_attn = CrossAttention(dim, heads, head_dim, eps)
         self.norm2 = ModulatedLayerNorm(dim, eps)
         self.ffn = nn.Sequential(nn.Linear(dim, ffn_dim), nn.GELU(approximate="tanh"), nn.Linear(ffn_dim, dim))
         self.add_ffn = GatedAdd()
@@ -85,17 +107,10 @@ class WanBlock(nn.Module):
         """Table + projected time: shift, scale, gate of the attention, then of the MLP."""
         return (self.modulation[:, None].float() + time_BG6D).unbind(2)
 
-    def project(
-        self, x_BSD: Tensor, six: Six, cos_SP: Tensor, sin_SP: Tensor, queries: slice | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens → q, k (rotated) and v, [B, S, H, K] each; with `queries`, q of those tokens alone."""
+    def project(self, x_BSD: Tensor, six: Six, cos_SP: Tensor, sin_SP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens → q, k (rotated) and v, [B, S, H, K] each."""
         shift, scale, *_ = six
-        h_BSD = self.norm1(x_BSD, scale, shift)
-        k, v = self.self_attn.key_value(h_BSD)
-        k = self.rotary(k, cos_SP, sin_SP)
-        if queries is not None:
-            h_BSD, cos_SP, sin_SP = h_BSD[:, queries], cos_SP[queries], sin_SP[queries]
-        return self.rotary(self.self_attn.query(h_BSD), cos_SP, sin_SP), k, v
+        return self.self_attn(self.norm1(x_BSD, scale, shift), cos_SP, sin_SP)
 
     def finish(
         self,
@@ -110,14 +125,13 @@ class WanBlock(nn.Module):
         `text_BLHK` are the text's (k, v) from `text`; `text_bias` [1, 1, 1, L] is added to its scores.
         """
         _, _, gate, shift_mlp, scale_mlp, gate_mlp = six
-        x_BSD = self.add_attn(x_BSD, self.self_attn.output(mixed_BSHK), gate)
-        q = self.cross_attn.query(self.norm3(x_BSD))
-        x_BSD = x_BSD + self.cross_attn.output(self.cross_attn.mix(q, *text_BLHK, text_bias))
+        x_BSD = self.add_attn(x_BSD, self.self_attn.o(mixed_BSHK.flatten(2)), gate)
+        x_BSD = x_BSD + self.cross_attn(self.norm3(x_BSD), text_BLHK, text_bias)
         return self.add_ffn(x_BSD, self.ffn(self.norm2(x_BSD, scale_mlp, shift_mlp)), gate_mlp)
 
     def text(self, context_BLD: Tensor) -> tuple[Tensor, Tensor]:
         """(k, v) [B, L, H, K] of the embedded text: constant over sampling steps."""
-        return self.cross_attn.key_value(context_BLD)
+        return self.cross_attn.keys(context_BLD)
 
     def forward(
         self,

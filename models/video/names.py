@@ -44,6 +44,12 @@ WAN_DIT = (
 """Wan's DiT: original (FastWAM, DreamZero) ↔ diffusers (LingBot-VA, ``WanTransformer3DModel``)."""
 
 
+def block_rules(official: str, ours: str) -> tuple[Rule, ...]:
+    """One block in original names ↔ a `WanBlock`, whose self attention keeps q, k and v together."""
+    together = (Rule(f"{official}.self_attn.{p}.{{rest}}", f"{ours}.self_attn.qkv.{p}_proj.{{rest}}") for p in "qkv")
+    return (*together, Rule(f"{official}.{{rest}}", f"{ours}.{{rest}}"))
+
+
 def expert_rules(official: str, expert: str) -> tuple[Rule, ...]:
     """An expert of a world-action model in original names ↔ ours, where its blocks are halves of shared layers.
 
@@ -51,7 +57,7 @@ def expert_rules(official: str, expert: str) -> tuple[Rule, ...]:
     name in ``layers``.
     """
     return (
-        Rule(f"{official}blocks.{{i}}.{{rest}}", f"layers.{{i}}.{expert}.{{rest}}"),
+        *block_rules(f"{official}blocks.{{i}}", f"layers.{{i}}.{expert}"),
         Rule(f"{official}time_embedding.{{rest}}", f"{expert}.time.embedding.{{rest}}"),
         Rule(f"{official}time_projection.{{rest}}", f"{expert}.time.projection.{{rest}}"),
         *(

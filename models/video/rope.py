@@ -15,6 +15,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
+from vlaforge.models.blocks.norms import rms
+
 THETA = 10000.0
 
 
@@ -68,11 +70,31 @@ def cached_table(
         return tuple(part.to(device) for part in table(positions, head_dim))
 
 
-class PairRotary(nn.Module):
-    """Turns neighbouring channel pairs of x [B, S, H, K] by (cos, sin) [S, K/2]; fp32 inside, x's dtype out."""
+def rotate_pairs(x_BSHK: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
+    """Turns neighbouring channel pairs of x [B, S, H, K] by (cos, sin) [S, K/2]; fp32."""
+    pair = x_BSHK.float().unflatten(-1, (-1, 2))
+    even, odd = pair[..., 0], pair[..., 1]
+    cos, sin = cos_SP[:, None], sin_SP[:, None]
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
 
-    def forward(self, x_BSHK: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
-        pair = x_BSHK.float().unflatten(-1, (-1, 2))
-        even, odd = pair[..., 0], pair[..., 1]
-        cos, sin = cos_SP[:, None], sin_SP[:, None]
-        return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x_BSHK.dtype)
+
+class QKNormRotary(nn.Module):
+    """RMSNorm over all heads of a token together, then the rotary table, for queries and keys; one module, so that a
+    pass can put a kernel in its place. fp32 inside, rounded once. The weights are the caller's."""
+
+    def __init__(self, eps: float):
+        super().__init__()
+        self.eps = eps
+
+    def forward(
+        self, q_BSHK: Tensor, k_BSHK: Tensor, q_weight_E: Tensor, k_weight_E: Tensor, cos_SP: Tensor, sin_SP: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """q, k [B, S, H, K], weights [H·K], table [S, K/2] → the same shapes and dtypes."""
+        return self._one(q_BSHK, q_weight_E, cos_SP, sin_SP), self._one(k_BSHK, k_weight_E, cos_SP, sin_SP)
+
+    def _one(self, x_BSHK: Tensor, weight_E: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
+        normed = rms(x_BSHK.flatten(2), self.eps) * weight_E.float()
+        return rotate_pairs(normed.view(x_BSHK.shape), cos_SP, sin_SP).to(x_BSHK.dtype)
+
+    def extra_repr(self) -> str:
+        return f"eps={self.eps}"

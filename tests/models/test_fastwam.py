@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from vlaforge.data.collate import trimmed
 from vlaforge.data.errors import UserError
 from vlaforge.data.schema import Batch, make_draw
+from vlaforge.graphs import PlanOptions, make_plan
 from vlaforge.models import family
 from vlaforge.models.convert import load_official
 from vlaforge.models.fastwam.config import ExpertConfig, ModelConfig
@@ -63,6 +64,20 @@ def test_every_recorded_quantity_is_the_official_one(lower):
     report = compare(family("fastwam"), GOLDEN, lower)
     assert not [row for row in report.rows if not row.ok], table(report)
     assert report.last_line() == "parity fastwam: 208 of 208 within tolerance"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_kernels_of_a_gpu_plan_compute_the_same(variant, folder):
+    """On a CPU they run their references, through the same table from block to kernel."""
+    batch, draw = Golden(folder).inputs()
+    plain, lowered = small(variant, folder), small(variant, folder)
+    contract = Model.contract(plain.config)
+    plan = make_plan(lowered, contract, PlanOptions(device="h200", compile="off", batch_size=2, without=("pack",)))
+    plan.lower(lowered)
+    sites = [site.what for site in plan.entry("fuse").sites]
+    assert sites.count("qk_norm_rope") == 4 and sites.count("gated_residual") == 8
+    assert sites.count("ada_layer_norm") == 4 * 2 + 1
+    close(gradients(lowered, batch, draw), gradients(plain, batch, draw))
 
 
 @pytest.mark.parametrize("name, count", [("wan_vae22", 4), ("umt5", 2)])

@@ -17,7 +17,7 @@ from vlaforge.models.video.canvas import compose, cover, slots
 from vlaforge.models.video.embed import Head, PatchEmbedding, TextEmbedding, TimeEmbedding, unpatch
 from vlaforge.models.video.masks import VIDEO_RULES, Segment, attend, dense, frame_segments, plan
 from vlaforge.models.video.names import WAN_DIT
-from vlaforge.models.video.rope import axis_pairs, cached_table, table, video_positions
+from vlaforge.models.video.rope import axis_pairs, cached_table, rotate_pairs, table, video_positions
 
 # ---------------------------------------------------------------------------------------------------- schedules
 
@@ -72,8 +72,6 @@ def test_impossible_schedules_are_refused():
 
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 def test_tables_turn_pairs_as_complex_numbers_do(head_dim):
-    from vlaforge.models.video.rope import PairRotary
-
     positions = video_positions([0, 1, 2.5], 2, 3, row_start=-1.0)
     cos, sin = table(positions, head_dim)
     x = torch.randn(2, len(positions), 4, head_dim)
@@ -87,7 +85,7 @@ def test_tables_turn_pairs_as_complex_numbers_do(head_dim):
         dim=1,
     )
     turned = torch.view_as_complex(x.double().unflatten(-1, (-1, 2))) * torch.exp(1j * angle)[:, None]
-    torch.testing.assert_close(PairRotary()(x, cos, sin), torch.view_as_real(turned).flatten(-2).float())
+    torch.testing.assert_close(rotate_pairs(x, cos, sin), torch.view_as_real(turned).flatten(-2).float())
 
 
 def test_an_action_line_uses_the_whole_head():
@@ -198,6 +196,7 @@ def test_the_parts_are_diffusers_wan_transformer():
     layout = Layout("diffusers", WAN_DIT)  # read backwards: our parts have the original's names
     renamed = {name.replace("time.embedding", "time_embedding"): value for name, value in ours.state_dict().items()}
     renamed = {name.replace("time.projection", "time_projection"): value for name, value in renamed.items()}
+    renamed = {name.replace("qkv.", "").replace("_proj.", "."): value for name, value in renamed.items()}
     state, _ = layout.load(renamed, {name: value.shape for name, value in theirs.state_dict().items()})
     with torch.no_grad():
         for name, value in state.items():
