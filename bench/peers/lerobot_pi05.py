@@ -1,24 +1,14 @@
 """LeRobot's own π0.5 in LeRobot's own step: the other side of `forge-bench train --model pi05 --peer lerobot`.
 
-Runs where LeRobot is installed (tried with 0.6.1), without vlaforge; see `bench/peer.py` for the protocol. Nothing of
-the official code is changed but the sizes of the towers, the source of noise and time (given, so that both sides
-compute the same loss), and the length that prompts are padded to. The step is `lerobot_train.update_policy` (forward,
-backward, clip, AdamW, zero_grad, `.item()` of loss and norm) under `accelerate`, with the precision `lerobot_train`
-derives from the policy's dtype. Where accelerate is not installed, `Plain` does what it does on one CPU.
+Nothing of the official code is changed but the sizes of the towers, the source of noise and time (given, so that both
+sides compute the same loss), and the length that prompts are padded to.
 """
 
-import json
-import sys
-import time
-from contextlib import nullcontext
-
-import torch
 from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.policies.pi05 import modeling_pi05 as official
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
-from lerobot.scripts.lerobot_train import update_policy
 from lerobot.utils.constants import ACTION, OBS_IMAGES, OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS, OBS_STATE
-from lerobot.utils.logging_utils import AverageMeter, MetricsTracker
+from lerobot_step import Trainer, main
 from safetensors.torch import load_file
 
 
@@ -95,117 +85,24 @@ def read_batch(path, job):
     return batch, fields["draw.noise"], fields["draw.time"]
 
 
-class Plain:
-    """The part of `accelerate.Accelerator` that a step on one CPU comes down to."""
+class Pi05(Trainer):
+    def build_policy(self, job):
+        return build_policy(job)
 
-    def __init__(self, mixed_precision):
-        self.low = mixed_precision == "bf16"
+    def read_batch(self, path, job):
+        batch, *drawn = read_batch(path, job)
+        return batch, drawn
 
-    def autocast(self):
-        return torch.autocast("cpu", torch.bfloat16) if self.low else nullcontext()
-
-    def prepare(self, *parts):
-        return parts
-
-    def unwrap_model(self, model, **kwargs):
-        return model
-
-    def backward(self, loss):
-        loss.backward()
-
-    def clip_grad_norm_(self, parameters, norm):
-        return torch.nn.utils.clip_grad_norm_(parameters, norm)
-
-
-def accelerator(precision):
-    try:
-        from accelerate import Accelerator
-    except ImportError:
-        return Plain(precision)
-    return Accelerator(step_scheduler_with_optimizer=False, mixed_precision=precision, cpu=True)
-
-
-class Trainer:
-    def __init__(self, job):
-        torch.set_num_threads(job["threads"])
-        torch.manual_seed(0)
-        self.job = job
-        policy = build_policy(job)
-        precision = {"bfloat16": "bf16", "float32": "no"}[job["dtype"]]
-        self.accelerator = accelerator(precision)
-        preset = policy.config.get_optimizer_preset()
-        preset.lr, preset.weight_decay, preset.grad_clip_norm = job["lr"], job["weight_decay"], job["clip"]
-        optimizer = preset.build(policy.get_optim_params())
-        self.policy, self.optimizer = self.accelerator.prepare(policy, optimizer)
-        self.model = self.accelerator.unwrap_model(self.policy).model
-        self.batches = [read_batch(path, job) for path in job["batches"]]
-        self.taken = 0
-        meters = {name: AverageMeter(name, ":.3f") for name in ("loss", "grad_norm", "lr", "update_s")}
-        self.metrics = MetricsTracker(1, 1, 1, meters, initial_step=0)
-
-    def step(self):
-        batch, noise, time_B = self.batches[self.taken % len(self.batches)]
-        self.taken += 1
+    def give(self, drawn):
         # Padded action dimensions are zeros in the batch and have noise of their own, as on the other side.
+        noise, time_B = drawn
         self.model.sample_noise = lambda shape, device: noise
         self.model.sample_time = lambda size, device: time_B
-        self.metrics, _ = update_policy(
-            self.metrics, self.policy, batch, self.optimizer, self.job["clip"], self.accelerator
-        )
-        return self.metrics.loss.val
 
-    def run(self, steps):
-        seconds, losses = [], []
-        for _ in range(steps):
-            began = time.perf_counter()
-            losses.append(float(self.step()))
-            seconds.append(time.perf_counter() - began)
-        return {"seconds": seconds, "losses": losses}
-
-    def about(self):
-        import lerobot
-        import transformers
-
-        dtypes = {}
-        for parameter in self.policy.parameters():
-            dtypes[str(parameter.dtype)] = dtypes.get(str(parameter.dtype), 0) + parameter.numel()
-        return {
-            "versions": {
-                "torch": torch.__version__,
-                "lerobot": lerobot.__version__,
-                "transformers": transformers.__version__,
-            },
-            "parameters": dtypes,
-            "optimizer": type(getattr(self.optimizer, "optimizer", self.optimizer)).__name__,
-            "gradient_checkpointing": self.policy.config.gradient_checkpointing,
-            "compile_model": self.policy.config.compile_model,
-            "threads": torch.get_num_threads(),
-        }
-
-    def profile(self, path):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-            self.step()
-        table = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=30, max_name_column_width=60)
-        with open(path, "w") as file:
-            file.write(table)
-        return {"path": path}
-
-
-def main():
-    with open(sys.argv[1]) as file:
-        job = json.load(file)
-    answers, sys.stdout = sys.stdout, sys.stderr  # whatever the libraries print must not look like an answer
-    trainer = Trainer(job)
-    for line in sys.stdin:
-        word, _, rest = line.strip().partition(" ")
-        if word == "run":
-            answer = trainer.run(int(rest))
-        elif word == "profile":
-            answer = trainer.profile(rest)
-        else:
-            answer = trainer.about()
-        print(json.dumps(answer), file=answers, flush=True)
+    def options(self):
+        config = self.policy.config
+        return {name: getattr(config, name) for name in ("gradient_checkpointing", "compile_model")}
 
 
 if __name__ == "__main__":
-    main()
+    main(Pi05)
