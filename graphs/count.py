@@ -50,8 +50,15 @@ def _attention_flops(args: tuple, products: int, first: int = 0) -> int:
     return products * 2 * q.numel() * k.shape[-2]
 
 
+def _convolution_backward_flops(args: tuple) -> int:
+    """A product of the forward's size for each gradient that is wanted; torch's own formula ignores groups."""
+    grad, _, weight = args[:3]
+    return 2 * grad.numel() * weight[0].numel() * sum(map(bool, args[-1][:2]))
+
+
 FLOPS: dict[str, Callable[[tuple], int]] = {
     "vlaforge_cpu.gemm_nt": lambda args: 2 * args[0].numel() * args[1].shape[-2],
+    "aten.convolution_backward": _convolution_backward_flops,
     "aten._scaled_dot_product_flash_attention_for_cpu": lambda args: _attention_flops(args, 2),
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": lambda args: _attention_flops(args, 5, first=1),
 }

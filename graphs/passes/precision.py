@@ -31,7 +31,9 @@ def kept_fp32(model: nn.Module) -> set[str]:
 
 
 def cast_inputs(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Forward pre-hook: floating tensors take the dtype of the module's weight."""
+    """Forward pre-hook: floating tensors take the dtype of the module's weight; a norm without one takes what comes."""
+    if module.weight is None:
+        return args
     dtype = module.weight.dtype
     return tuple(
         value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value for value in args
