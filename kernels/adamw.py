@@ -9,7 +9,7 @@ If the guard says no, nothing changes (gradients are still cleared where that is
 verdict are 0-dim device tensors: no host sync, and a captured step does not bake them in. Weights are fp32 masters
 with low-precision params beside them, or the params themselves.
 
-`square_sums` gives Σ x² of each tensor, for the norm that the scale comes from: the other pass over the gradients.
+The norm that the scale comes from is the other pass over the gradients: `square_sums`.
 
 A launch finds its tensors through a table of addresses on the device, kept while the addresses stay the same.
 """
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vlaforge.kernels.addresses import BLOCK, BLOCKS, Addresses, locate, pointer, read, write
+from vlaforge.kernels.addresses import BLOCK, BLOCKS, Addresses, dtype_of, locate, pointer, read, write
 from vlaforge.kernels.compat import tl, triton
 from vlaforge.kernels.launch import launch, op
 from vlaforge.kernels.spec import FLOATS, YES, Case, Decision, KernelSpec, dispatch
@@ -131,46 +131,7 @@ def _update_kernel(
             )  # fmt: skip
 
 
-@triton.jit
-def _squares_kernel(
-    table_ptr, owner_ptr, partial_ptr, X: tl.constexpr, ALIGNED: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr
-):  # fmt: skip
-    """Σ x² of one chunk."""
-    row, start, numel = locate(table_ptr, owner_ptr, 1, WIDTH * COUNT)
-    x_ptr = pointer(row, X, ALIGNED)
-    total = tl.zeros([WIDTH], dtype=tl.float32)
-    if start + WIDTH * COUNT <= numel:
-        for block in range(COUNT):
-            x = read(x_ptr, start + block * WIDTH + tl.arange(0, WIDTH), numel, True)
-            total += x * x
-    else:
-        for block in range(COUNT):
-            x = read(x_ptr, start + block * WIDTH + tl.arange(0, WIDTH), numel, False)
-            total += x * x
-    tl.store(partial_ptr + tl.program_id(0), tl.sum(total, axis=0))
-
-
-@triton.jit
-def _gather_kernel(table_ptr, partial_ptr, out_ptr, chunk, WIDTH: tl.constexpr):
-    """One program a tensor: the sum of its chunks, in order."""
-    row = table_ptr + tl.program_id(0) * 3
-    first = tl.load(row + 2)
-    last = first + (tl.load(row + 1) + chunk - 1) // chunk
-    total = tl.zeros([WIDTH], dtype=tl.float32)
-    for start in range(first, last, WIDTH):
-        at = start + tl.arange(0, WIDTH)
-        total += tl.load(partial_ptr + at, mask=at < last, other=0.0)
-    tl.store(out_ptr + tl.program_id(0), tl.sum(total, axis=0))
-
-
 # ---- launchers and registration
-
-_TL = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-
-
-def _dtype(tensors: Sequence[Tensor]):
-    """Triton's name of the tensors' dtype; None for no tensors."""
-    return getattr(tl, _TL[tensors[0].dtype]) if tensors else None
 
 
 def _log(beta: float) -> float:
@@ -197,22 +158,9 @@ def _update(
     launch(
         _update_kernel, (places.chunks,), places.table, places.owner, lr, step, scale, ok,
         beta1, beta2, _log(beta1), _log(beta2), eps, weight_decay, ema_decay,
-        WEIGHT=_dtype(weights), GRAD=_dtype(grads), STATE=_dtype(exp_avgs), PARAM=_dtype(params), EMA=_dtype(ema),
-        ZERO=zero_grads, ALIGNED=places.aligned, WIDTH=BLOCK, COUNT=BLOCKS, num_warps=4,
+        WEIGHT=dtype_of(weights), GRAD=dtype_of(grads), STATE=dtype_of(exp_avgs), PARAM=dtype_of(params),
+        EMA=dtype_of(ema), ZERO=zero_grads, ALIGNED=places.aligned, WIDTH=BLOCK, COUNT=BLOCKS, num_warps=4,
     )  # fmt: skip
-
-
-@op("square_sums", lambda tensors: tensors[0].new_empty(len(tensors), dtype=torch.float32))
-def _square_sums(tensors: list[Tensor]) -> Tensor:
-    places = Addresses.of([tensors])
-    partial = tensors[0].new_empty(places.chunks, dtype=torch.float32)
-    out = tensors[0].new_empty(len(tensors), dtype=torch.float32)
-    launch(
-        _squares_kernel, (places.chunks,), places.table, places.owner, partial,
-        X=_dtype(tensors), ALIGNED=places.aligned, WIDTH=BLOCK, COUNT=BLOCKS, num_warps=4,
-    )  # fmt: skip
-    launch(_gather_kernel, (len(tensors),), places.table, partial, out, BLOCK * BLOCKS, WIDTH=BLOCK, num_warps=4)
-    return out
 
 
 # ---- public
@@ -288,21 +236,12 @@ def adamw(
         _update(*lists, lr, step, scale, ok, [beta1, beta2, eps, weight_decay, ema_decay], zero_grads)
 
 
-def square_sums(tensors: Sequence[Tensor]) -> Tensor:
-    """Σ x² of each tensor: fp32 [n]. One pass over all of them on a GPU when they are of one dtype."""
-    tensors = list(tensors)
-    if dispatch("square_sums", tensors[0], supports(tensors, tensors)):
-        return _square_sums([tensor.contiguous() for tensor in tensors])
-    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).square()
-
-
 def _changed(function, **inputs) -> tuple[Tensor, ...]:
-    """`function` on copies: what it wrote, and the sums of squares of the gradients before."""
+    """`function` on copies: all that it may have written."""
     names = ("weights", "grads", "exp_avgs", "exp_avg_sqs", "params", "ema")
     copies = {name: [tensor.clone(memory_format=torch.preserve_format) for tensor in inputs[name]] for name in names}
-    squares = square_sums(copies["grads"])
     function(**{**inputs, **copies})
-    return *(tensor for name in names for tensor in copies[name]), squares
+    return tuple(tensor for name in names for tensor in copies[name])
 
 
 def _checked(**inputs) -> tuple[Tensor, ...]:
@@ -343,10 +282,10 @@ def _inputs(case: Case, dtype: torch.dtype, device: torch.device, generator: tor
 
 KERNEL = KernelSpec(
     name="adamw",
-    formula="AdamW with scale, guard, masters, average; Σ g²",
+    formula="AdamW with scale, guard, masters and average",
     op=_checked,
     reference=_checked_reference,
-    timed=adamw,
+    timed=(adamw, reference),
     inputs=_inputs,
     supports=supports,
     caps={"layers": 1, "D": 96, "F": 300, "KV": 40},

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,14 @@ from vlaforge.kernels.spec import KernelError
 BLOCK, BLOCKS = 1024, 8
 CHUNK = BLOCK * BLOCKS
 _MOST = 64
+
+
+_TL = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def dtype_of(tensors: Sequence[Tensor]) -> Any:
+    """Triton's name of the tensors' dtype; None for no tensors."""
+    return getattr(tl, _TL[tensors[0].dtype]) if tensors else None
 
 
 @dataclass(frozen=True)

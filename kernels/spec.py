@@ -80,7 +80,7 @@ class KernelSpec:
         grads: names of the inputs that get gradients; empty for an op without a backward.
         tolerances: dtype → largest error, as `check.Difference` measures it.
         caps: axis → longest length under the interpreter.
-        timed: what the benchmark times instead of `op` (ops in place, of which `op` is a copying form).
+        timed: what the benchmark times instead of `op` and `reference`, where those copy what is changed in place.
     """
 
     name: str
@@ -95,7 +95,7 @@ class KernelSpec:
         default_factory=lambda: {torch.float32: 2e-5, torch.bfloat16: 1.6e-2}
     )
     caps: Mapping[str, int] = field(default_factory=dict)
-    timed: Callable[..., Any] | None = None
+    timed: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
 
 @cache

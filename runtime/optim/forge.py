@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from vlaforge.kernels.adamw import adamw, square_sums
+from vlaforge.kernels.adamw import adamw
+from vlaforge.kernels.square_sums import square_sums
 from vlaforge.runtime.optim.base import Bucket
 from vlaforge.runtime.optim.fused import TorchFusedAdam
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from vlaforge.bench import cli
 from vlaforge.kernels import check, static
 from vlaforge.kernels.spec import INTERPRET, KernelError, available, choices, dispatch, use
 
@@ -25,7 +28,7 @@ not_interpreted = pytest.mark.skipif(INTERPRET, reason="kernels of an interpreti
 def test_every_op_has_real_and_odd_shapes() -> None:
     wanted = {
         *("rms_norm", "ada_norm", "gated_residual", "glu", "rotary", "qk_norm_rope"),
-        *("flow_mix", "masked_mse", "linear_cross_entropy", "image_prep", "adamw"),
+        *("flow_mix", "masked_mse", "linear_cross_entropy", "image_prep", "adamw", "square_sums"),
     }
     assert wanted <= set(OPS)
     for op, spec in OPS.items():
@@ -90,6 +93,28 @@ def test_spills_are_seen() -> None:
     launch = static.record(spec, spec.cases[0], torch.float32)[-1]
     starved = replace(launch, options={**launch.options, "maxnreg": 24})
     assert static.build(spec, spec.cases[0], torch.float32, starved, 90).faults
+
+
+@not_interpreted
+def test_the_table_of_machine_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["kernels", "--static", "--op", "rms_norm", "--arch", "90", "--jobs", "1", "--output", str(tmp_path)]
+    assert cli.main(line) == 0
+    record = json.loads(next(tmp_path.iterdir()).read_text())
+    assert {build["kernel"] for build in record["builds"]} == {"forward_kernel", "backward_kernel"}
+    assert record["versions"]["triton"] and not any(build["faults"] for build in record["builds"])
+    monkeypatch.setitem(static.ARCHITECTURES, 90, ("a chip with little shared memory", 8))
+    assert cli.main(line) == 1
+    assert "fault: rms_norm backward_kernel sm_90" in capsys.readouterr().out
+
+
+def test_what_cannot_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["kernels", "--static", "--op", "rmsnorm"]) == 2
+    assert "did you mean 'rms_norm'" in capsys.readouterr().err
+    if not torch.cuda.is_available() and not INTERPRET:
+        assert cli.main(["kernels"]) == 2
+        assert "forge-bench kernels --static" in capsys.readouterr().err
 
 
 @not_interpreted

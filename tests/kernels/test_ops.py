@@ -11,7 +11,7 @@ from torch import Tensor
 from vlaforge.data import images
 from vlaforge.kernels import adamw as adamw_op
 from vlaforge.kernels.ada_norm import ada_norm
-from vlaforge.kernels.adamw import adamw, square_sums
+from vlaforge.kernels.adamw import adamw
 from vlaforge.kernels.addresses import Addresses
 from vlaforge.kernels.gated_residual import gated_residual
 from vlaforge.kernels.glu import geglu, glu, swiglu
@@ -20,6 +20,7 @@ from vlaforge.kernels.linear_cross_entropy import linear_cross_entropy
 from vlaforge.kernels.masked_mse import masked_mse
 from vlaforge.kernels.rms_norm import rms_norm
 from vlaforge.kernels.rotary import rotary
+from vlaforge.kernels.square_sums import square_sums
 from vlaforge.models.blocks import modulation as blocks
 from vlaforge.models.blocks.norms import AdaRMSNorm, RMSNorm
 from vlaforge.models.blocks.rotary import Rotary, rotary_table
