@@ -14,6 +14,7 @@ from vlaforge.runtime.setup import Setup
 CONFIG = "config.yaml"
 QUIET = ("train.output_dir", "train.num_workers", "train.log_interval", "train.device")
 """What changes nothing that is trained."""
+UNSET = "not set"
 
 
 def check_resumed(setup: Setup, found: Path) -> list[str]:
@@ -22,9 +23,9 @@ def check_resumed(setup: Setup, found: Path) -> list[str]:
     Raises:
         UserError: actions would mean something else (other normalisation), or the optimiser is of another kind.
     """
-    before = _flat(load_yaml(found / CONFIG, "the checkpoint")) if (found / CONFIG).is_file() else {}
     now = _flat(setup.resolved.tree())
-    changed = {n: (before[n], now[n]) for n in now if n in before and before[n] != now[n] and n not in QUIET}
+    before = _flat(load_yaml(found / CONFIG, "the checkpoint")) if (found / CONFIG).is_file() else now
+    changed = changes(before, now)
     shown = ", ".join(f"{name} was {old}, now {new}" for name, (old, new) in changed.items())
     if files.manifest(found).get("normalizers") != setup.normalizers.hash:
         raise UserError(
@@ -39,6 +40,12 @@ def check_resumed(setup: Setup, found: Path) -> list[str]:
             "start a new run from its weights with --pretrained-checkpoint."
         )
     return [f"Resumed with other settings than the checkpoint's: {shown}."] if shown else []
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Name → (old, new) of the settings that differ, `UNSET` where one side has no such setting (a camera, say)."""
+    pairs = {name: (before.get(name, UNSET), now.get(name, UNSET)) for name in [*now, *sorted(set(before) - set(now))]}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and name not in QUIET}
 
 
 def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:

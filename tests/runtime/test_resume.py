@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vlaforge.data.errors import UserError
-from vlaforge.runtime.checkpoint import formats
+from vlaforge.runtime.checkpoint import formats, resumed
 
 TWELVE = ["--train-iters", "12"]
 
@@ -78,6 +78,17 @@ def test_resume_faults(runs):
         runs("--resume", "--train-iters", "8", "model.expert.mlp_dim=256", into="other")
     longer = runs("--resume", "--train-iters", "8", into="other")  # a new target is honoured
     assert longer.completed == 8 and trained.completed == 6
+
+
+def test_other_settings_are_named():
+    """A setting that only one side has, such as a camera, is a change too; what trains nothing is not."""
+    before = {"data.cameras": {}, "train.seed": 1, "train.num_workers": 2}
+    now = {"data.cameras.base": "corner", "train.seed": 1, "train.num_workers": 0}
+    assert resumed.changes(before, now) == {
+        "data.cameras.base": (resumed.UNSET, "corner"),
+        "data.cameras": ({}, resumed.UNSET),
+    }
+    assert resumed.changes(now, now) == {}
 
 
 def test_average_may_be_added_later(runs):
