@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -27,6 +26,7 @@ from vlaforge.data.readers.lerobot.files import read_schema, read_table
 from vlaforge.data.readers.lerobot.images import PictureStore
 from vlaforge.data.readers.lerobot.layouts import Entry, Layout, open_layout
 from vlaforge.data.readers.lerobot.rows import place_of, to_numpy
+from vlaforge.data.readers.lerobot.stored import Statistics
 from vlaforge.data.schema import ACTION, STATE
 
 _ORDER = ("episode_index", "frame_index", "index", "task_index", "timestamp")
@@ -217,7 +217,11 @@ def _check_whole(report: Report, layout: Layout, features: Features, entries: li
             if len(widths) == 1:
                 check_constant(report, key, list(held.values()), names, brief(files, 1), list(held))
     check_duplicates(report, seen.digests, seen.files)
-    whole, episodes = layout.statistics(), layout.episode_statistics()
+    try:
+        whole, episodes = layout.statistics(), layout.episode_statistics()
+    except UserError as error:
+        report.add("statistics", str(error).removesuffix("."), layout.statistics_file)
+        return
     if whole:
         _check_statistics(report, "meta/stats.json", whole, seen)
     if episodes:
@@ -226,15 +230,14 @@ def _check_whole(report: Report, layout: Layout, features: Features, entries: li
         report.add("statistics", "there are none; training computes its own", layout.statistics_file, warning=True)
 
 
-def _check_statistics(report: Report, file: str, stored: Mapping[str, Any], seen: _Seen) -> None:
+def _check_statistics(report: Report, file: str, stored: Statistics, seen: _Seen) -> None:
     for key, held in seen.vectors.items():
         if key in stored and len({values.shape[1:] for values in held.values()}) == 1:
-            values = {name: np.asarray(value, np.float64) for name, value in stored[key].items()}
-            check_statistics(report, key, values, np.concatenate(list(held.values())), file)
+            check_statistics(report, key, stored[key], np.concatenate(list(held.values())), file)
 
 
 def _check_episode_statistics(
-    report: Report, layout: Layout, entries: list[Entry], stored: list[Mapping], seen: _Seen
+    report: Report, layout: Layout, entries: list[Entry], stored: list[Statistics], seen: _Seen
 ) -> None:
     file = layout.statistics_file if layout.version == "v2.1" else layout.files[0]
     if len(stored) != len(entries):
@@ -242,8 +245,7 @@ def _check_episode_statistics(
     for entry, statistics in zip(entries, stored):
         for key, held in seen.vectors.items():
             if key in statistics and entry.index in held:
-                values = {name: np.asarray(value, np.float64) for name, value in statistics[key].items()}
-                check_statistics(report, key, values, held[entry.index], file, entry.index)
+                check_statistics(report, key, statistics[key], held[entry.index], file, entry.index)
 
 
 def _check_pictures(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,31 +23,48 @@ def read_schema(path: Path) -> pa.Schema:
         raise UserError(f"{path} cannot be read as parquet: {str(error).splitlines()[0]}") from None
 
 
+def read_text(path: Path) -> str:
+    """UserError when the file cannot be read, or is not text."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not text in UTF-8: it is damaged.") from None
+
+
 def read_json(path: Path) -> Any | None:
     """The content of a JSON file, None when there is no such file. UserError when it is not JSON."""
     if not path.is_file():
         return None
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_text(path))
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON: {error}.") from None
 
 
-def read_lines(path: Path, required: tuple[str, ...]) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file, each with the keys `required`. UserError names file and line."""
+def read_lines(path: Path, required: Mapping[str, type]) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file, each with the keys `required` of these types. UserError names file and line."""
     lines = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, text in enumerate(read_text(path).splitlines(), start=1):
         if not text.strip():
             continue
         try:
             line = json.loads(text)
-            lacking = [key for key in required if key not in line]
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             raise UserError(f"{path}, line {number}, is not valid JSON: {error}.") from None
-        if lacking:
+        if not isinstance(line, dict):
+            raise UserError(f"{path}, line {number}, is not an object with {', '.join(required)}.")
+        if lacking := [key for key in required if key not in line]:
             raise UserError(f"{path}, line {number}, lacks {', '.join(lacking)}.")
+        for key, kind in required.items():
+            if not isinstance(line[key], kind):
+                raise UserError(f"{path}, line {number}: {key} is {line[key]!r:.60}; it must be {_WORDS[kind]}.")
         lines.append(line)
     return lines
+
+
+_WORDS = {int: "an integer", str: "text", dict: "an object"}
 
 
 def read_table(path: Path, columns: list[str] | None = None) -> pa.Table:

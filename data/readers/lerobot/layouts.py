@@ -18,6 +18,8 @@ import pyarrow as pa
 
 from vlaforge.data.errors import UserError
 from vlaforge.data.readers.lerobot.files import read_json, read_lines, read_schema, read_table
+from vlaforge.data.readers.lerobot.info import read_info
+from vlaforge.data.readers.lerobot.stored import Statistics, checked
 from vlaforge.data.video import Expected
 
 CHECK = "run `forge-data check` on it for the whole list"
@@ -66,11 +68,13 @@ class Layout(ABC):
 
     statistics_file: str = "meta/stats.json"
 
-    def statistics(self) -> dict[str, dict[str, Any]] | None:
-        """Statistics of the whole dataset, by feature and name; None when it carries none."""
-        return read_json(self.root / "meta/stats.json")
+    def statistics(self) -> Statistics | None:
+        """Statistics of the whole dataset, by feature and name, float64; None when it carries none."""
+        path = self.root / "meta/stats.json"
+        found = read_json(path)
+        return None if found is None else checked(found, str(path))
 
-    def episode_statistics(self) -> list[dict[str, dict[str, Any]]]:
+    def episode_statistics(self) -> list[Statistics]:
         """Statistics of each episode, in the order of the metadata; empty when it carries none."""
         return []
 
@@ -98,8 +102,8 @@ class _V2(Layout):
     def entries(self, video_keys: Iterable[str]) -> list[Entry]:
         video_keys, chunk_size = list(video_keys), int(self.info.get("chunks_size") or 1000)
         entries, start = [], 0
-        for line in read_lines(self.root / "meta/episodes.jsonl", ("episode_index", "length")):
-            index, length = int(line.pop("episode_index")), int(line.pop("length"))
+        for line in read_lines(self.root / "meta/episodes.jsonl", {"episode_index": int, "length": int}):
+            index, length = line.pop("episode_index"), line.pop("length")
             where, whole = {"episode_chunk": index // chunk_size, "episode_index": index}, Expected(length, length)
             videos = {key: VideoPart(self._path("video", video_key=key, **where), 0, whole) for key in video_keys}
             tasks = tuple(line.pop("tasks", None) or ())
@@ -108,8 +112,8 @@ class _V2(Layout):
         return entries
 
     def tasks(self) -> dict[int, str]:
-        lines = read_lines(self.root / "meta/tasks.jsonl", ("task_index", "task"))
-        return {int(line["task_index"]): str(line["task"]) for line in lines}
+        lines = read_lines(self.root / "meta/tasks.jsonl", {"task_index": int, "task": str})
+        return {line["task_index"]: line["task"] for line in lines}
 
 
 class V20(_V2):
@@ -120,9 +124,10 @@ class V21(_V2):
     version, files = "v2.1", ("meta/episodes.jsonl", "meta/tasks.jsonl")
     statistics_file = "meta/episodes_stats.jsonl"
 
-    def episode_statistics(self) -> list[dict[str, dict[str, Any]]]:
+    def episode_statistics(self) -> list[Statistics]:
         path = self.root / self.statistics_file
-        return [line["stats"] for line in read_lines(path, ("stats",))] if path.is_file() else []
+        lines = read_lines(path, {"stats": dict}) if path.is_file() else []
+        return [checked(line["stats"], f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
 
 
 class V30(Layout):
@@ -165,6 +170,9 @@ class V30(Layout):
             if missing:
                 raise UserError(f"{path} lacks the columns {', '.join(missing)} of LeRobot {self.version}: {CHECK}.")
             table = read_table(path, names)
+            for name in wanted:
+                if name in names and name != "tasks":
+                    check_numbers(path, name, table[name])
             rows += [{"tasks": (), **row} for row in table.to_pylist()]
         if not rows:
             raise UserError(f"{self.root / 'meta/episodes'} holds no chunk-*/file-*.parquet with episodes.")
@@ -185,11 +193,12 @@ class V30(Layout):
         texts += [name for name in table.schema.names if pa.types.is_large_string(table.schema.field(name).type)]
         if "task_index" not in table.schema.names or not texts:
             raise UserError(f"{path} has columns {', '.join(table.schema.names)}; expected task_index and task.")
+        check_numbers(path, "task_index", table["task_index"])
         text = "task" if "task" in texts else texts[0]
         return dict(zip(table["task_index"].to_pylist(), table[text].to_pylist()))
 
-    def episode_statistics(self) -> list[dict[str, dict[str, Any]]]:
-        found: list[dict[str, dict[str, Any]]] = []
+    def episode_statistics(self) -> list[Statistics]:
+        found: list[Statistics] = []
         for path in self._episode_files():
             table = read_table(path)
             names = [name for name in table.schema.names if name.startswith("stats/")]
@@ -198,7 +207,7 @@ class V30(Layout):
                 for name, value in row.items():
                     _, key, statistic = name.split("/", 2)
                     episode.setdefault(key, {})[statistic] = value
-                found.append(episode)
+                found.append(checked(episode, f"{path}, row {len(found)}"))
         return found
 
     def _episode_files(self) -> list[Path]:
@@ -207,6 +216,12 @@ class V30(Layout):
 
 _EPISODE = ("episode_index", "length", "tasks", "dataset_from_index", "dataset_to_index")
 VERSIONS: dict[str, type[Layout]] = {layout.version: layout for layout in (V20, V21, V30)}
+
+
+def check_numbers(path: Path, name: str, column: pa.ChunkedArray) -> None:
+    """UserError when a column that tells where an episode lies holds gaps, or no numbers."""
+    if column.null_count or not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
+        raise UserError(f"{path}: column '{name}' has {column.null_count} gaps and type {column.type}: {CHECK}.")
 
 
 def frame_of(seconds: float, fps: float) -> int:
@@ -235,7 +250,7 @@ def open_layout(root: Path, version: str | None = None) -> Layout:
     if version is not None and version not in VERSIONS:
         raise UserError(f"LeRobot version '{version}' is not supported: give one of {', '.join(VERSIONS)}.")
     like = detect(root)
-    info = read_json(root / "meta/info.json")
+    info = read_info(root / "meta/info.json")
     if info is None:
         seems = f"; what is there looks like LeRobot {like}" if like else ""
         raise UserError(f"{root} is not a LeRobot dataset: meta/info.json is missing{seems}.")

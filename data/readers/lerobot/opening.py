@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -70,4 +72,15 @@ def check_finite(root: Path, what: str, values: np.ndarray, entries: Sequence[En
         raise UserError(
             f"{root / entry.data}: the {what} of episode {entry.index} is NaN or infinite at frame {frame} "
             f"({len(bad)} rows in all): leave the episode out with --episodes, or repair it; {CHECK}."
+        )
+
+
+def check_width(root: Path, keys: Sequence[str], columns: Mapping[str, Mapping[str, Any]], values: np.ndarray) -> None:
+    """The columns `keys`, side by side in `values` [rows, D], are as wide as info.json (`columns`) says."""
+    shapes = [(columns.get(key) or {}).get("shape") for key in keys]
+    if all(shapes) and sum(math.prod(shape) for shape in shapes) != values.shape[1]:
+        said = ", ".join(f"'{key}' has shape {shape}" for key, shape in zip(keys, shapes))
+        raise UserError(
+            f"{root}: by its info.json {said}, but its rows hold {values.shape[1]} values: the metadata is not this "
+            f"data's; {CHECK}."
         )

@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from vlaforge.data.errors import UserError, nearest, unknown
 from vlaforge.data.readers.lerobot.features import dimension_names, parse_features
 from vlaforge.data.readers.lerobot.images import PictureStore
 from vlaforge.data.readers.lerobot.layouts import CHECK, Entry, open_layout
-from vlaforge.data.readers.lerobot.opening import by_number, check_files, check_finite, check_overlaps
+from vlaforge.data.readers.lerobot.opening import by_number, check_files, check_finite, check_overlaps, check_width
 from vlaforge.data.readers.lerobot.rows import Rows
 from vlaforge.data.readers.lerobot.stored import merge_episodes, per_channel
 from vlaforge.data.readers.selection import select
@@ -83,6 +82,7 @@ class LeRobotReader(Dataset):
         self._values = {what: self._joined(what) for what in self._keys if self._keys[what]}
         for what, values in self._values.items():
             check_finite(self.root, what, values, self.entries, self.rows.offsets)
+            check_width(self.root, self._keys[what], self.features.columns, values)
         if ACTION not in self._values and (close := nearest(ACTION, names)):
             raise UserError(
                 f"{self.root} has no column 'action': name the right one, such as data.action_key={close[0]}."
@@ -255,8 +255,7 @@ class LeRobotReader(Dataset):
         layouts = {self.features.camera_keys[name]: layout for name, layout in self.features.layouts.items()}
         shaped: dict[str, dict[str, np.ndarray]] = {}
         for key, entry in stored.items():
-            plain = {name: np.asarray(value, np.float64) for name, value in entry.items()}
-            shaped[key] = per_channel(plain, layouts[key]) if key in layouts else plain
+            shaped[key] = per_channel(entry, layouts[key]) if key in layouts else entry
         return shaped
 
     def fingerprint(self) -> str:
@@ -279,10 +278,8 @@ def _columns(key: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in key.split(",") if part.strip())
 
 
-def _side_by_side(parts: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
+def _side_by_side(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Statistics of joined columns: those that all of them have, count once."""
     names = set.intersection(*(set(part) for part in parts))
-    joined = {
-        name: np.concatenate([np.asarray(part[name], np.float64).reshape(-1) for part in parts]) for name in names
-    }
-    return joined | ({"count": np.asarray(parts[0]["count"])} if "count" in names else {})
+    joined = {name: np.concatenate([part[name].reshape(-1) for part in parts]) for name in names}
+    return joined | ({"count": parts[0]["count"]} if "count" in names else {})

@@ -7,10 +7,33 @@ from typing import Any
 
 import numpy as np
 
+from vlaforge.data.errors import UserError
+
 Statistics = dict[str, dict[str, np.ndarray]]
+REPAIR = "restore the file, or remove it to have statistics computed from the data"
 
 
-def merge_episodes(episodes: Sequence[Mapping[str, Mapping[str, Any]]]) -> Statistics:
+def checked(found: Any, where: str) -> Statistics:
+    """Statistics as JSON or parquet hold them, as float64 arrays by feature and name; `where` they stand.
+
+    Raises:
+        UserError: they are not numbers by feature and name.
+    """
+    if not isinstance(found, Mapping):
+        raise UserError(f"{where} does not hold statistics by feature and name: {REPAIR}.")
+    out: Statistics = {}
+    for key, entry in found.items():
+        if not isinstance(entry, Mapping):
+            raise UserError(f"{where}: '{key}' has no statistics by name: {REPAIR}.")
+        for name, value in entry.items():
+            try:
+                out.setdefault(key, {})[name] = np.asarray(value, np.float64)
+            except (TypeError, ValueError):
+                raise UserError(f"{where}: {name} of '{key}' is not numbers: {REPAIR}.") from None
+    return out
+
+
+def merge_episodes(episodes: Sequence[Statistics]) -> Statistics:
     """Statistics of a dataset from those of its episodes: count, min, max, mean and std, float64.
 
     Quantiles are left out: those of a whole do not follow from those of its parts.
@@ -18,9 +41,12 @@ def merge_episodes(episodes: Sequence[Mapping[str, Mapping[str, Any]]]) -> Stati
     merged: Statistics = {}
     keys = set.intersection(*(set(episode) for episode in episodes)) if episodes else set()
     for key in sorted(keys):
-        parts = [{name: np.asarray(value, np.float64) for name, value in episode[key].items()} for episode in episodes]
-        if any(name not in part for part in parts for name in ("count", "mean", "std", "min", "max")):
+        parts = [episode[key] for episode in episodes]
+        needed = ("count", "mean", "std", "min", "max")
+        if any(name not in part for part in parts for name in needed):
             continue
+        if len({part[name].shape for part in parts for name in needed[1:]}) > 1:
+            raise UserError(f"The statistics of '{key}' differ in shape from episode to episode: {REPAIR}.")
         weights = np.stack([part["count"].reshape(-1)[:1] for part in parts])
         shape = parts[0]["mean"].shape
         share = (weights / weights.sum()).reshape(-1, *[1] * len(shape))
