@@ -36,19 +36,20 @@ NOT_ON_META = ("compile_blocks", "graph_blocks")
 @dataclass
 class Memory:
     """Bytes on one device. `activations` are alive at the end of the forward; `peak` is the most at any time in
-    forward and backward, without weights and gradients."""
+    forward and backward, without weights and gradients; `frozen` are networks beside the model that a step runs."""
 
     weights: int = 0
     gradients: int = 0
     optimizer: int = 0
     masters: int = 0
+    frozen: int = 0
     activations: int = 0
     peak: int = 0
     batch: int = 0
 
     @property
     def total(self) -> int:
-        held = self.weights + self.gradients + self.optimizer + self.masters + self.batch
+        held = self.weights + self.gradients + self.optimizer + self.masters + self.frozen + self.batch
         return held + max(self.activations, self.peak)
 
     def text(self) -> str:
@@ -57,6 +58,7 @@ class Memory:
             "fp32 masters": self.masters,
             "gradients": self.gradients,
             "optimiser": self.optimizer,
+            "encoders": self.frozen,
             "activations": max(self.activations, self.peak),
             "batch": self.batch,
             "total": self.total,
@@ -133,6 +135,8 @@ def count_step(model: nn.Module, batch: Batch, draw: Draw, options: PlanOptions)
     kinds = Kinds(model)
     counter = Counter(options.device_kind, kinds.now)
     memory = weights_memory(model, options)
+    # Built before anything is counted: encoders are made once a run, not in a step.
+    memory.frozen = sum(_held(network) for network in model.frozen_networks("meta").values())
     try:
         with torch.device("meta"), blocked_attention(), counter:
             loss = model(batch, draw).total()
@@ -146,6 +150,10 @@ def count_step(model: nn.Module, batch: Batch, draw: Draw, options: PlanOptions)
     memory.batch = sum(v.numel() * v.element_size() for fields in (batch, draw) for v in fields.values())
     model.zero_grad(set_to_none=True)
     return Cost(counter.kinds, memory, options.device_kind, calls=dict(kinds.calls))
+
+
+def _held(network: nn.Module) -> int:
+    return sum(value.numel() * value.element_size() for value in (*network.parameters(), *network.buffers()))
 
 
 def weights_memory(model: nn.Module, options: PlanOptions) -> Memory:

@@ -92,6 +92,11 @@ class EmbodiedModel(nn.Module, ABC):
         """
         return batch
 
+    def frozen_networks(self, device: torch.device | str) -> dict[str, nn.Module]:
+        """Networks beside the parameters that `encode_frozen` runs on `device`, by name. They take memory there, and no
+        part in checkpoints, wrappers or the optimiser; on the meta device they are shapes, and no weights are read."""
+        return {}
+
     @abstractmethod
     def act(self, obs: Batch, draw: Draw, steps: int) -> Tensor:
         """Normalised actions [B, H, A]; `draw` holds the initial noise under the name that training uses."""

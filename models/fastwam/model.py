@@ -109,6 +109,10 @@ class Model(EmbodiedModel):
         read = {self.frozen_fields[name][0] for name in made}
         return Batch({name: value for name, value in batch.items() if name not in read}, **made)
 
+    def frozen_networks(self, device: torch.device | str) -> dict[str, nn.Module]:
+        online = {"vae": self.config.video_source == "pixels", "text": self.config.text_source == "tokens"}
+        return {name: getattr(self, name).net(device) for name, used in online.items() if used}
+
     def encode_video(self, batch: Batch) -> Tensor:
         """Latents of `images`: the cameras' frames, or their ready canvas. fp32, rounded to `encoded_dtype`."""
         config = self.config

@@ -77,6 +77,10 @@ class Processing:
 
     def _check(self) -> None:
         model, data = self.model, self.data
+        if model.video_source == "pixels":
+            WanVae(model.vae).check()
+        if model.text_source == "tokens":
+            Umt5(model.text).check()
         vocabulary = self.tokenizer.vocab_size if self.tokenizer and self.tokenizer_needed(model) else 0
         if vocabulary > model.text.vocab:
             raise UserError(

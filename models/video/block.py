@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from vlaforge.models.blocks.attention import QKV, Attention
 from vlaforge.models.blocks.modulation import GatedAdd, ModulatedLayerNorm
 from vlaforge.models.blocks.norms import RMSNorm
-from vlaforge.models.video.rope import QKNormRotary
+from vlaforge.models.video.rope import NormWeight, QKNormRotary
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Six = tuple[Tensor, ...]
@@ -48,7 +48,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         inner = heads * head_dim
         self.qkv = QKV(dim, heads, heads, head_dim, bias=True)
-        self.norm_q, self.norm_k = RMSNorm(inner, eps), RMSNorm(inner, eps)
+        self.norm_q, self.norm_k = NormWeight(inner), NormWeight(inner)
         self.norm_rotary = QKNormRotary(eps)
         self.attention = Attention()
         self.o = nn.Linear(inner, dim)

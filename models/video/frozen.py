@@ -43,6 +43,7 @@ class FrozenEncoder:
         self.account: Account | None = None
         """Where the weights came from, once they are loaded."""
         self._net: nn.Module | None = None
+        self._empty: nn.Module | None = None
 
     def build(self) -> nn.Module:
         """The network without values (called on the meta device)."""
@@ -54,6 +55,8 @@ class FrozenEncoder:
 
     def net(self, device: torch.device | str) -> nn.Module:
         """The network on `device`, in evaluation mode and without gradients. UserError when weights are missing."""
+        if torch.device(device).type == "meta":
+            return self._shapes()
         if self._net is None:
             with torch.device("meta"):
                 net = self.build()
@@ -62,6 +65,14 @@ class FrozenEncoder:
         if next(self._net.parameters()).device != torch.device(device):
             self._net = self._net.to(device)
         return self._net
+
+    def _shapes(self) -> nn.Module:
+        """The network on the meta device, for estimates of cost and memory: no weights are read for it."""
+        if self._empty is None:
+            with torch.device("meta"):
+                net = self.build()
+            self._empty = nn.Module.to(net, self.dtype).eval().requires_grad_(False)
+        return self._empty
 
     def file(self) -> Path:
         """The weights file. UserError naming the setting when there is none."""

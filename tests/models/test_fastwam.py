@@ -13,6 +13,7 @@ from vlaforge.data.collate import trimmed
 from vlaforge.data.errors import UserError
 from vlaforge.data.schema import Batch, make_draw
 from vlaforge.graphs import PlanOptions, make_plan
+from vlaforge.graphs.cost import step_cost
 from vlaforge.models import family
 from vlaforge.models.convert import load_official
 from vlaforge.models.fastwam.config import ExpertConfig, ModelConfig
@@ -239,6 +240,29 @@ def test_base_means_uncond_and_masks_must_allow_sampling():
     draw = make_draw(contract.draws, [0], seed=0, epoch=0)
     with pytest.raises(UserError, match="first_frame_causal"):
         model.act(contract.synthetic(1), draw, 1)
+
+
+def test_estimates_on_the_meta_device_read_no_weights(tmp_path):
+    weights = tmp_path / "Wan2.2_VAE.pth"
+    weights.write_bytes(b"not read")
+    config = tiny_config()
+    with torch.device("meta"):
+        model = Model(replace(config, vae=replace(config.vae, seed=None, path=str(tmp_path))))
+    memory = step_cost(model, Model.contract(config), PlanOptions(device="cpu", batch_size=2))[0].memory
+    encoders = model.frozen_networks("meta")
+    assert memory.frozen == sum(p.numel() * p.element_size() for net in encoders.values() for p in net.parameters())
+    assert set(encoders) == {"vae", "text"} and memory.activations > 0
+
+
+def test_norms_of_q_and_k_are_one_kernel_with_the_rotary():
+    """A layer has two experts; each norms self attention's q and k with the rotary, the text's q and k alone."""
+    config = tiny_config()
+    with torch.device("meta"):
+        model = Model(config)
+    plan = make_plan(model, Model.contract(config), PlanOptions(device="h200"))
+    fused = next(entry.sites for entry in plan.entries if entry.name == "fuse")
+    kinds = [site.what for site in fused]
+    assert kinds.count("qk_norm_rope") == 2 * config.layers and kinds.count("rms_norm") == 4 * config.layers
 
 
 def test_missing_weights_of_an_encoder_are_named():
