@@ -5,9 +5,9 @@
             ...
             state = loader.state_dict()       # integers; what has been *yielded*, whatever was prefetched
 
-One worker makes one whole micro-batch, so the main process collates nothing. All randomness of a sample
-comes from (seed, epoch, row id): workers, ranks and restarts change nothing. Readers open their files in the
-process that reads.
+One worker makes one whole micro-batch and sends it as one block of memory, so the main process collates nothing.
+All randomness of a sample comes from (seed, epoch, row id): workers, ranks and restarts change nothing. Readers open
+their files in the process that reads.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,94 +27,16 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from vlaforge.data.collate import collate
 from vlaforge.data.dataset import Dataset
 from vlaforge.data.errors import UserError, unknown
+from vlaforge.data.maker import Failure, Maker
+from vlaforge.data.parcel import Parcel, pack
 from vlaforge.data.samplers import Cursor, Order, Request, Schedule, Shuffled
-from vlaforge.data.schema import Contract, Minibatch, Sample, make_draw, sample_rng
+from vlaforge.data.schema import Contract, Minibatch, sample_rng
 from vlaforge.data.streaming import StreamOrder
 
 CONTEXTS = ("forkserver", "spawn", "fork")
 FORMAT = 1
-
-
-class SampleError(RuntimeError):
-    """A sample could not be read or processed; the text names dataset, episode and frame."""
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """What comes in place of a micro-batch when it cannot be made."""
-
-    message: str
-    by_user: bool
-    trace: str
-
-    def error(self) -> Exception:
-        if self.by_user:
-            return UserError(self.message)
-        error = SampleError(self.message)
-        error.add_note(self.trace)
-        return error
-
-
-class Maker:
-    """request → micro-batch; lives in each worker, or in the main process without workers."""
-
-    def __init__(self, dataset: Dataset, processing: Any, contract: Contract, *, seed: int, training: bool, trim: bool):
-        self.dataset, self.processing, self.contract = dataset, processing, contract
-        self.seed, self.training, self.trim = seed, training, trim
-        self.needs = processing.needs()
-
-    def __getitem__(self, request: Request) -> Minibatch | _Failure:
-        positions, epochs = request.positions.tolist(), request.epochs.tolist()
-        rows = [self.dataset.row_id(position) for position in positions]
-        samples = self._read(positions)
-        if isinstance(samples, _Failure):
-            return samples
-        fields = []
-        for position, row, epoch, sample in zip(positions, rows, epochs, samples):
-            try:
-                rng = sample_rng(self.seed, epoch, row, "augment")
-                fields.append(self.processing.sample(sample, rng, self.training))
-            except Exception as error:
-                return _failure(error, self._where(position))
-        try:
-            batch = collate(fields, self.contract, self.trim)
-        except ValueError as error:
-            return _failure(error, f"a batch that starts with {self._where(positions[0])}")
-        draw = make_draw(
-            self.contract.draws,
-            rows,
-            seed=self.seed,
-            epoch=epochs,
-            step=request.step,
-            positions=request.places.tolist(),
-            global_batch=request.global_batch,
-        )
-        return Minibatch(batch, draw, torch.tensor(rows, dtype=torch.int64), epochs[0])
-
-    def _read(self, positions: list[int]) -> list[Sample] | _Failure:
-        """All samples at once; when that fails, one at a time, to say which it is."""
-        try:
-            return self.dataset.get_many(positions, self.needs)
-        except Exception as whole:
-            for position in positions:
-                try:
-                    self.dataset.get(position, self.needs)
-                except Exception as error:
-                    return _failure(error, self._where(position))
-            return _failure(whole, f"a batch that starts with {self._where(positions[0])}")
-
-    def _where(self, position: int) -> str:
-        episode, frame = self.dataset.locate(position)
-        return f"dataset '{self.dataset.info.path}', episode {episode.index}, frame {frame}"
-
-
-def _failure(error: Exception, where: str) -> _Failure:
-    by_user = isinstance(error, UserError)
-    what = str(error) if by_user else f"{type(error).__name__}: {error}"
-    return _Failure(f"{what} (while reading {where})", by_user, traceback.format_exc())
 
 
 class Loader:
@@ -133,7 +53,7 @@ class Loader:
         self._maker, self._identity, self._options = maker, identity, options
         self._cursor = Cursor()
         self._torch_loader: DataLoader | None = None
-        self._running: Iterator[Minibatch | _Failure] | None = None
+        self._running: Iterator[Minibatch | Failure] | None = None
 
     @property
     def cursor(self) -> Cursor:
@@ -195,7 +115,7 @@ class Loader:
                 f"A data worker died ({error}). Often the machine ran out of memory: use fewer workers."
             ) from error
         waited = time.perf_counter() - began
-        if isinstance(made, _Failure):
+        if isinstance(made, Failure):
             self.close()
             raise made.error()
         self._cursor = self.schedule.next(self._cursor, self.rank)[1]
@@ -226,7 +146,7 @@ class Loader:
                 return
             yield request
 
-    def _start(self) -> Iterator[Minibatch | _Failure]:
+    def _start(self) -> Iterator[Minibatch | Failure]:
         if not self._options["num_workers"]:
             made = (self._maker[request] for request in self._requests())
             return map(_pinned, made) if self._options["pin_memory"] else made
@@ -235,12 +155,12 @@ class Loader:
                 self._maker,
                 batch_size=None,
                 sampler=_Restartable(self._requests),
-                collate_fn=_as_it_is,
+                collate_fn=_packed,
                 persistent_workers=True,
                 **self._options,
             )
         with _child_signal_kept():
-            return iter(self._torch_loader)
+            return map(_opened, iter(self._torch_loader))
 
 
 @contextmanager
@@ -267,11 +187,16 @@ class _Restartable:
         return self._start()
 
 
-def _as_it_is(value):
-    return value
+def _packed(made: Minibatch | Failure) -> Parcel | Failure:
+    """What crosses from a worker to the main process."""
+    return pack(made) if isinstance(made, Minibatch) else made
 
 
-def _pinned(made: Minibatch | _Failure) -> Minibatch | _Failure:
+def _opened(made: Parcel | Failure) -> Minibatch | Failure:
+    return made.open() if isinstance(made, Parcel) else made
+
+
+def _pinned(made: Minibatch | Failure) -> Minibatch | Failure:
     return made.pin_memory() if isinstance(made, Minibatch) else made
 
 

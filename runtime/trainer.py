@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from vlaforge.data.errors import UserError
-from vlaforge.data.loader import SampleError
+from vlaforge.data.maker import SampleError
 from vlaforge.data.schema import Minibatch
 from vlaforge.graphs.profile import stage
 from vlaforge.runtime import meta

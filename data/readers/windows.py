@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -12,6 +13,15 @@ def window(frame: int, offsets: Sequence[int], length: int) -> tuple[np.ndarray,
 
     A frame before the episode's first or after its last is replaced by that one and marked as padding.
     """
-    wanted = frame + np.asarray(offsets, np.int64)
-    inside = np.clip(wanted, 0, length - 1)
+    steps, lowest, highest = _steps(tuple(offsets))
+    wanted = frame + steps
+    if frame + lowest >= 0 and frame + highest < length:  # most windows: nothing to clamp
+        return wanted, np.zeros(len(steps), bool)
+    inside = np.minimum(np.maximum(wanted, 0), length - 1)
     return inside, inside != wanted
+
+
+@lru_cache(maxsize=64)
+def _steps(offsets: tuple[int, ...]) -> tuple[np.ndarray, int, int]:
+    """The offsets as int64, their lowest and their highest."""
+    return np.asarray(offsets, np.int64), min(offsets), max(offsets)

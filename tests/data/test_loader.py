@@ -19,9 +19,24 @@ import torch
 from vlaforge.data.dataset import Dataset, DatasetInfo, Episode
 from vlaforge.data.dummy import DummyDataset, DummyProcessing
 from vlaforge.data.errors import UserError
-from vlaforge.data.loader import SampleError, build_loader
+from vlaforge.data.loader import build_loader
+from vlaforge.data.maker import SampleError
+from vlaforge.data.parcel import pack
 from vlaforge.data.readers import open_dataset
-from vlaforge.data.schema import ACTION, ACTION_IS_PAD, IMAGES, STATE, Contract, DataNeeds, DrawSpec, Field, Trim
+from vlaforge.data.schema import (
+    ACTION,
+    ACTION_IS_PAD,
+    IMAGES,
+    STATE,
+    Batch,
+    Contract,
+    DataNeeds,
+    Draw,
+    DrawSpec,
+    Field,
+    Minibatch,
+    Trim,
+)
 
 CONTRACT = Contract(
     {
@@ -173,6 +188,26 @@ def test_start_methods_make_the_same_batches(context):
     alone, with_worker = batches(0), batches(1)
     assert len(alone) == 12 == len(with_worker)
     assert all(torch.equal(a, b) for one, two in zip(alone, with_worker) for a, b in zip(one, two))
+
+
+def test_a_batch_crosses_as_one_block_of_shared_memory():
+    generator = torch.Generator().manual_seed(0)
+    batch = Batch(
+        images=torch.randint(0, 256, (3, 5, 7), generator=generator, dtype=torch.uint8),
+        mask=torch.rand(3, 11, generator=generator) < 0.5,
+        tokens=torch.randint(0, 9, (3, 13), generator=generator),
+        turned=torch.rand(4, 3, generator=generator).T,
+        none=torch.zeros(3, 0, 2),
+    )
+    draw = Draw(time=torch.rand(3, generator=generator), half=torch.rand(3, 3, generator=generator).bfloat16())
+    parcel = pack(Minibatch(batch, draw, torch.tensor([7, 2, 5]), epoch=4, stream="a"))
+    made = parcel.open()
+    assert parcel.memory.is_shared() and (made.epoch, made.stream, made.ids.tolist()) == (4, "a", [7, 2, 5])
+    for ours, theirs in ((made.batch, batch), (made.draw, draw)):
+        assert list(ours) == list(theirs)
+        for name, value in theirs.items():
+            assert ours[name].dtype == value.dtype and torch.equal(ours[name], value), name
+            assert ours[name].untyped_storage().data_ptr() == parcel.memory.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("workers", [0, 1])
