@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from vlaforge.graphs.passes.base import Context, Decision, Pass, Site, claim
+from vlaforge.graphs.passes.static_shapes import varying
 
 CACHE_LIMIT = 64
 """Shapes and kinds that one function's code may be compiled for. torch's default of 8 is too few when all buckets of
@@ -31,7 +32,7 @@ class CompileBlocks(Pass):
             return Decision(False, "compiling was switched off")
         if not (options.compiles or self.name in context.asked):
             return Decision(False, "compiling takes longer than it saves in a short CPU run (--compile)")
-        if "trim_tokens" in context.on and "static_shapes" not in context.on and self._varies(context):
+        if "trim_tokens" in context.on and "static_shapes" not in context.on and varying(context.contract):
             return Decision(False, "lengths vary: each would be compiled anew (add static_shapes)")
         return Decision(True, "")
 
@@ -45,7 +46,3 @@ class CompileBlocks(Pass):
         for site in sites:
             block = target.get_submodule(site.path)
             block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
-
-    @staticmethod
-    def _varies(context: Context) -> bool:
-        return any(trim.keep == "prefix" for trim in context.contract.trims)

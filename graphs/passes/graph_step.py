@@ -12,13 +12,14 @@ from torch import nn
 from vlaforge.graphs.capture import CapturedStep
 from vlaforge.graphs.overlap import frozen_encoders
 from vlaforge.graphs.passes.base import Context, Decision, Pass, Site, StepParts, claim
+from vlaforge.graphs.passes.static_shapes import varying
 
 
 def repeating(context: Context) -> Decision:
     """Whether the shapes that reach the device come from a small set."""
-    varying = [trim.mask for trim in context.contract.trims if trim.keep == "prefix"]
-    if varying and "trim_tokens" in context.on and "static_shapes" not in context.on:
-        return Decision(False, f"length of {varying[0]} varies: add `static_shapes`")
+    trims = varying(context.contract)
+    if trims and "trim_tokens" in context.on and "static_shapes" not in context.on:
+        return Decision(False, f"length of {trims[0].mask} varies: add `static_shapes`")
     return Decision(True, "")
 
 

@@ -12,9 +12,14 @@ from torch import nn
 from vlaforge.data.schema import Contract, Trim
 from vlaforge.graphs.passes.base import Context, Decision, Pass, Site
 
-BUCKET = 32
-"""Default multiple. At a length of 50 of 200 it wastes 14 tokens, about 2 % of a two-camera sequence, and gives at
-most seven shapes."""
+BUCKET, SIZES = 32, 8
+"""Default multiple, and for axes no longer than it (camera slots), how many sizes there may be at most. At a length of
+50 of 200 it wastes 14 tokens, about 2 % of a two-camera sequence, and gives at most seven shapes."""
+
+
+def varying(contract: Contract) -> list[Trim]:
+    """The trims whose axis takes any length, left or right padding; whole slots come in a handful of counts."""
+    return [trim for trim in contract.trims if trim.keep != "any"]
 
 
 def axis_size(contract: Contract, trim: Trim) -> int:
@@ -36,7 +41,7 @@ class StaticShapes(Pass):
     def decide(self, model: nn.Module, context: Context) -> Decision:
         if "trim_tokens" not in context.on:
             return Decision(False, "shapes repeat already: nothing is trimmed")
-        trims = self._loose(context)
+        trims = varying(context.contract)
         if not trims:
             return Decision(False, "shapes repeat already: only whole slots are dropped")
         wanted = self.name in context.asked or context.options.compiles or context.options.device_kind.cuda
@@ -45,21 +50,18 @@ class StaticShapes(Pass):
         words = []
         for trim in trims:
             sizes = buckets(context.contract, trim, self._multiple(context, trim))
-            shown = ", ".join(map(str, sizes[:3])) + (f", … {sizes[-1]}" if len(sizes) > 3 else "")
+            shown = ", ".join(map(str, sizes if len(sizes) < 5 else [*sizes[:3], f"… {sizes[-1]}"]))
             words.append(f"{trim.mask} in {len(sizes)} sizes ({shown})")
         return Decision(True, "; ".join(words))
 
     def sites(self, model: nn.Module, context: Context) -> list[Site]:
-        return [Site(trim.mask, f"multiple {self._multiple(context, trim)}") for trim in self._loose(context)]
+        return [Site(trim.mask, f"multiple {self._multiple(context, trim)}") for trim in varying(context.contract)]
 
     def apply(self, target: nn.Module, sites: Sequence[Site], context: Context) -> None:
         """Nothing to change in the model: `Plan.trims` carries the multiples to collate."""
 
     @staticmethod
-    def _loose(context: Context) -> list[Trim]:
-        return [trim for trim in context.contract.trims if trim.keep == "prefix"]
-
-    @staticmethod
     def _multiple(context: Context, trim: Trim) -> int:
         full = axis_size(context.contract, trim)
-        return min(full, context.options.buckets or max(trim.multiple, BUCKET))
+        own = BUCKET if full > BUCKET else -(-full // SIZES)
+        return min(full, context.options.buckets or max(trim.multiple, own))

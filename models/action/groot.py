@@ -17,9 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vlaforge.data.ranges import ranged
 from vlaforge.models.action.embodiment import EmbodimentLinear, EmbodimentMLP
 from vlaforge.models.blocks.attention import Mask, attention
 from vlaforge.models.blocks.dropout import Dropout
+from vlaforge.models.blocks.modulation import ModulatedLayerNorm
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class DiTConfig:
 class ContextConfig:
     """The self-attention over the context before the DiT (N1.7); 0 layers: none."""
 
-    layers: int = 4
+    layers: int = ranged(4, low=0)
     heads: int = 32
     head_dim: int = 64
     dropout: float = 0.2
@@ -115,7 +117,7 @@ class DiTBlock(nn.Module):
         super().__init__()
         width = config.width
         self.cross = cross
-        self.norm1 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-5)
+        self.norm1 = ModulatedLayerNorm(width, eps=1e-5)
         self.modulation = nn.Linear(width, 2 * width)  # scale, then shift
         context = config.context if cross else width
         self.attn = HeadAttention(width, context, config.heads, config.dropout, salts)
@@ -132,8 +134,8 @@ class DiTBlock(nn.Module):
         seed_B: Tensor | None,
     ) -> Tensor:
         """`time_BD` is SiLU of the time embedding; `k`, `v` [B, heads, M, K] come from `attn.keys_values(context)`."""
-        scale_BD, shift_BD = self.modulation(time_BD).chunk(2, dim=-1)
-        normed = self.norm1(x_BTD) * (1 + scale_BD[:, None]) + shift_BD[:, None]
+        scale_B1D, shift_B1D = self.modulation(time_BD)[:, None].chunk(2, dim=-1)
+        normed = self.norm1(x_BTD, scale_B1D, shift_B1D)
         if k is None or v is None:
             k, v = self.attn.keys_values(normed)
         x_BTD = x_BTD + self.attn(normed, k, v, mask, seed_B)
@@ -150,7 +152,7 @@ class DiT(nn.Module):
         self.time_fc1 = nn.Linear(256, width)
         self.time_fc2 = nn.Linear(width, width)
         self.blocks = nn.ModuleList(DiTBlock(config, i % 2 == 0, salts) for i in range(config.layers))
-        self.norm_out = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
+        self.norm_out = ModulatedLayerNorm(width, eps=1e-6)
         self.modulation_out = nn.Linear(width, 2 * width)  # shift, then scale: the other way round than in the blocks
         self.proj_out = nn.Linear(width, config.output)
 
@@ -177,8 +179,8 @@ class DiT(nn.Module):
             k, v = given if given is not None else (None, None)
             mask = context.mask(self.config.text_every, self.reads_text(i)) if block.cross else None
             x_BTD = block(x_BTD, time_BD, k, v, mask, seed_B)
-        shift_BD, scale_BD = self.modulation_out(time_BD).chunk(2, dim=-1)
-        return self.proj_out(self.norm_out(x_BTD) * (1 + scale_BD[:, None]) + shift_BD[:, None])
+        shift_B1D, scale_B1D = self.modulation_out(time_BD)[:, None].chunk(2, dim=-1)
+        return self.proj_out(self.norm_out(x_BTD, scale_B1D, shift_B1D))
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,10 @@ class ModulatedLayerNorm(nn.Module):
         self.dim, self.eps = dim, eps
 
     def forward(self, x_BSD: Tensor, scale_BGD: Tensor, shift_BGD: Tensor) -> Tensor:
-        """x [B, S, D], fp32 scale and shift [B, G, D] → [B, S, D]."""
+        """x [B, S, D], scale and shift [B, G, D] → [B, S, D]."""
         normed_BGND = in_groups(F.layer_norm(x_BSD.float(), (self.dim,), eps=self.eps), scale_BGD.shape[1])
-        out_BGND = torch.addcmul(shift_BGD[:, :, None], normed_BGND, scale_BGD[:, :, None] + 1.0)
+        shift_BG1D, gain_BG1D = shift_BGD[:, :, None].float(), scale_BGD[:, :, None].float() + 1.0
+        out_BGND = torch.addcmul(shift_BG1D, normed_BGND, gain_BG1D)
         return out_BGND.reshape(x_BSD.shape).to(x_BSD.dtype)
 
     def extra_repr(self) -> str:

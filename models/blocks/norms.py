@@ -35,6 +35,14 @@ class RMSNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}, offset={self.offset}"
 
 
+class NormWeight(nn.Module):
+    """The weight [dim] of a norm that is computed elsewhere, under the official name."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+
+
 class AdaRMSNorm(nn.Module):
     """rms(x) · (1 + scale) + shift, with (scale, shift, gate) = dense(condition); the gate belongs to the residual.
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from vlaforge.models.blocks.norms import rms
+
 
 def rotary_table(positions_BT: Tensor, head_dim: int, theta: float = 10000.0) -> tuple[Tensor, Tensor]:
     """(cos, sin), fp32 [B, T, K/2]: angle = position · theta^(-2j/K)."""
@@ -45,3 +47,28 @@ class Rotary(nn.Module):
 
     def forward(self, x_BHTK: Tensor, cos_BTJ: Tensor, sin_BTJ: Tensor) -> Tensor:
         return apply_rotary(x_BHTK, cos_BTJ, sin_BTJ)
+
+
+class HeadNormRotary(nn.Module):
+    """RMSNorm of every query and key head alone, then their rotation; one module, so that a pass can put a kernel in
+    its place. fp32 inside; rounded after the norm and after the rotation. The weights are the caller's."""
+
+    def __init__(self, eps: float):
+        super().__init__()
+        self.eps = eps
+
+    def forward(
+        self, q_BHTK: Tensor, k_BGTK: Tensor, q_weight_K: Tensor, k_weight_K: Tensor, cos_BTJ: Tensor, sin_BTJ: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """q [B, H, T, K] and k [B, G, T, K], the table [B, T, K/2] → the same shapes and dtypes."""
+        return (
+            self._one(q_BHTK, q_weight_K, cos_BTJ, sin_BTJ),
+            self._one(k_BGTK, k_weight_K, cos_BTJ, sin_BTJ),
+        )
+
+    def _one(self, x_BHTK: Tensor, weight_K: Tensor, cos_BTJ: Tensor, sin_BTJ: Tensor) -> Tensor:
+        normed = (rms(x_BHTK, self.eps) * weight_K.float()).to(x_BHTK.dtype)
+        return apply_rotary(normed, cos_BTJ, sin_BTJ)
+
+    def extra_repr(self) -> str:
+        return f"eps={self.eps}"

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from vlaforge.models.blocks.attention import QKV, Attention, Mask, merge_heads
 from vlaforge.models.blocks.mlp import GatedMLP
-from vlaforge.models.blocks.norms import RMSNorm
-from vlaforge.models.blocks.rotary import Rotary
+from vlaforge.models.blocks.norms import NormWeight, RMSNorm
+from vlaforge.models.blocks.rotary import HeadNormRotary
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,15 @@ class Qwen3Attention(nn.Module):
     def __init__(self, config: Qwen3Config):
         super().__init__()
         self.qkv = QKV(config.width, config.heads, config.kv_heads, config.head_dim)
-        self.q_norm = RMSNorm(config.head_dim, config.eps)
-        self.k_norm = RMSNorm(config.head_dim, config.eps)
-        self.rotary = Rotary()
+        self.q_norm, self.k_norm = NormWeight(config.head_dim), NormWeight(config.head_dim)
+        self.norm_rotary = HeadNormRotary(config.eps)
         self.attention = Attention()
         self.o_proj = nn.Linear(config.heads * config.head_dim, config.width, bias=False)
 
     def forward(self, x_BTD: Tensor, cos_BTJ: Tensor, sin_BTJ: Tensor, mask: Mask) -> Tensor:
         q_BHTK, k_BGTK, v_BGTK = self.qkv(x_BTD)
-        q_BHTK = self.rotary(self.q_norm(q_BHTK), cos_BTJ, sin_BTJ)
-        k_BGTK = self.rotary(self.k_norm(k_BGTK), cos_BTJ, sin_BTJ)
+        weights = self.q_norm.weight, self.k_norm.weight
+        q_BHTK, k_BGTK = self.norm_rotary(q_BHTK, k_BGTK, *weights, cos_BTJ, sin_BTJ)
         return self.o_proj(merge_heads(self.attention(q_BHTK, k_BGTK, v_BGTK, mask)))
 
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from vlaforge.models.blocks.attention import QKV, Attention
 from vlaforge.models.blocks.modulation import GatedAdd, ModulatedLayerNorm
-from vlaforge.models.blocks.norms import RMSNorm
-from vlaforge.models.video.rope import NormWeight, QKNormRotary
+from vlaforge.models.blocks.norms import NormWeight, RMSNorm
+from vlaforge.models.video.rope import QKNormRotary
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Six = tuple[Tensor, ...]

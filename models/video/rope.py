@@ -78,14 +78,6 @@ def rotate_pairs(x_BSHK: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
 
 
-class NormWeight(nn.Module):
-    """The weight [dim] of a norm that is computed elsewhere, under the official name."""
-
-    def __init__(self, dim: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-
-
 class QKNormRotary(nn.Module):
     """RMSNorm over all heads of a token together, then the rotary table, for queries and keys; one module, so that a
     pass can put a kernel in its place. fp32 inside, rounded once. The weights are the caller's."""
