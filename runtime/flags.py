@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from vlaforge.data.errors import UserError, nearest, unknown
+from vlaforge.data.ranges import fault, in_words
 from vlaforge.runtime.values import describe, parse_text
 
 
@@ -82,10 +83,7 @@ class Flag:
 
     @property
     def bounds(self) -> str:
-        words = {"low": "at least", "above": "above", "high": "at most", "below": "below"}
-        given = {key: self.meta[key] for key in words if self.meta[key] is not None}
-        shown = {key: str(value) if isinstance(value, int) else f"{value:g}" for key, value in given.items()}
-        return " and ".join(f"{words[key]} {value}" for key, value in shown.items())
+        return in_words(self.meta)
 
     @property
     def shown_default(self) -> str:
@@ -106,15 +104,8 @@ class Flag:
                 close = nearest(str(item), map(str, self.meta["choices"]), 1)
                 hint = f" (did you mean {close[0]}?)" if close else ""
                 raise UserError(f"--{self.name} is '{item}'{hint}: allowed are {self.values}.")
-            low, high, above, below = (self.meta[key] for key in ("low", "high", "above", "below"))
-            fits = (
-                (low is None or item >= low)
-                and (high is None or item <= high)
-                and (above is None or item > above)
-                and (below is None or item < below)
-            )
-            if not fits:
-                raise UserError(f"--{self.name} is {item}: it must be {self.bounds}.")
+            if wanted := fault(item, self.meta):
+                raise UserError(f"--{self.name} is {item}: it must be {wanted}.")
 
 
 @cache

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from vlaforge.data.errors import UserError
+from vlaforge.data.ranges import check_numbers
 
 _WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path"}
 
@@ -145,8 +146,11 @@ def build(cls: type, values: Mapping[str, Any], where: str) -> Any:
         if item.name not in values and item.default is MISSING and item.default_factory is MISSING:
             raise UserError(f"{where}.{item.name} has no default: give it.")
     arguments = {name: coerce(value, hints[name], f"{where}.{name}") for name, value in values.items()}
+    check_numbers(cls, hints, arguments, where)
     try:
         return cls(**arguments)
+    except ArithmeticError as error:
+        raise UserError(f"The numbers of {where} do not go together: computing with them fails ({error}).") from error
     except (ValueError, AssertionError) as error:
         text = str(error).rstrip(".")
         joint = "." if text.split(" ")[0] in hints else ": "

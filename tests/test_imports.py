@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "eval": {"eval", "runtime", "graphs", "models", "data", "kernels"},
     "bench": {"bench", "eval", "runtime", "graphs", "models", "data", "kernels"},
 }
-MODELS_SEE = ("vlaforge.data.schema", "vlaforge.data.errors", "vlaforge.data.images")
+MODELS_SEE = ("vlaforge.data.schema", "vlaforge.data.errors", "vlaforge.data.ranges", "vlaforge.data.images")
 PROCESSING_NEVER = ("vlaforge.data.readers", "vlaforge.data.loader")
 MODULE_OF = {"pyyaml": "yaml", "pillow": "PIL"}
 """Distributions whose module has another name."""

@@ -7,6 +7,7 @@ from typing import Literal
 
 from vlaforge.data import schema
 from vlaforge.data.errors import UserError, unknown
+from vlaforge.data.ranges import ranged
 from vlaforge.models.action.schedule import ShiftedFlow
 from vlaforge.models.video.canvas import LAYOUTS
 from vlaforge.models.video.masks import VIDEO_RULES
@@ -89,7 +90,7 @@ class ModelConfig:
     action_dim: int | None = None
     state_dim: int | None = None
     max_action_dim: int = 7
-    max_state_dim: int = 8
+    max_state_dim: int = ranged(8, low=0)
     action_horizon: int = 32
     num_inference_steps: int = 10
     video_attention: str = "first_frame_causal"

@@ -18,9 +18,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from vlaforge.data.ranges import ranged
 from vlaforge.data.schema import Batch, Contract, Draw, DrawSpec, Field, Trim
+from vlaforge.models.action.flow import FlowMix, MaskedSquares
 from vlaforge.models.action.groot import Context, ContextConfig, DiTConfig, GrootHead, HeadConfig
 from vlaforge.models.base import BlockGroup, EmbodiedModel, Losses, LossTerm
+from vlaforge.models.blocks.image import PrepareImages
 from vlaforge.models.towers.qwen3 import Qwen3
 from vlaforge.models.towers.qwen3_vision import PatchGrid
 
@@ -62,7 +65,7 @@ class GrootConfig:
     num_inference_timesteps: int = 4
     tune_llm: bool = False
     tune_visual: bool = False
-    tune_top_llm_layers: int = 0
+    tune_top_llm_layers: int = ranged(0, low=0)
     tune_projector: bool = True
     tune_diffusion_model: bool = True
     tune_vlln: bool = True
@@ -113,7 +116,7 @@ class Overlap:
         return torch.cat([torch.zeros(self.frozen, device=like_BHA.device), ramp, free])[:, None]
 
 
-def patches_of(batch: Batch, vision: nn.Module, image_size: int) -> tuple[Tensor, PatchGrid, bool]:
+def patches_of(batch: Batch, vision: nn.Module, prepare: PrepareImages) -> tuple[Tensor, PatchGrid, bool]:
     """(patches [B·V, N, values] in merge order, their grid, whether some are padding) from `images` or `patches`.
 
     `images` are uint8 and normalised here with mean and deviation 1/2: the bytes travel, not the floats.
@@ -123,9 +126,9 @@ def patches_of(batch: Batch, vision: nn.Module, image_size: int) -> tuple[Tensor
         patches_BVNP = batch["patches"]
         grid = PatchGrid.of(batch["grids"].flatten(0, 1), patches_BVNP.shape[2], merge)
         return patches_BVNP.flatten(0, 1), grid, True
-    images_MCHW = batch["images"].flatten(0, 1).permute(0, 3, 1, 2)
-    patches_MNP = vision.patchify(images_MCHW.to(vision.patch_embed.weight.dtype) / 127.5 - 1.0)
-    side = image_size // vision.config.patch
+    images_MCHW = prepare(batch["images"], vision.patch_embed.weight.dtype)
+    patches_MNP = vision.patchify(images_MCHW)
+    side = prepare.size // vision.config.patch
     sizes_M2 = torch.full((images_MCHW.shape[0], 2), side, device=images_MCHW.device)
     return patches_MNP, PatchGrid.of(sizes_M2, patches_MNP.shape[1], merge), False
 
@@ -160,7 +163,10 @@ class GrootPolicy(EmbodiedModel):
     def __init__(self, config: GrootConfig):
         super().__init__(config)
         self.salts: Iterator[int] = count()
+        self.prepare = PrepareImages(config.image_size)
         self.head = GrootHead(config.head(), self.salts)
+        self.mix = FlowMix(towards="data")
+        self.errors = MaskedSquares()
 
     language: Qwen3
 
@@ -279,21 +285,14 @@ class GrootPolicy(EmbodiedModel):
         """x = (1 - t)·noise + t·action; target action - noise; masked mean of squares."""
         seed_B = draw.get("dropout") if self.training else None
         mask_BHA, embodiment_B = batch["action_mask"], batch["embodiment"]
-        zero = torch.zeros((), dtype=batch["actions"].dtype, device=mask_BHA.device)
-        actions_BHA = torch.where(mask_BHA, batch["actions"], zero)
-        t = draw["time"][:, None, None]
-        noisy_BHA = (1 - t) * draw["noise"] + t * actions_BHA
+        noisy_BHA, target_BHA = self.mix(draw["noise"], batch["actions"], mask_BHA, draw["time"])
         context = self.read(batch, seed_B)
         state_B1D = self.head.encode_state(batch["state"], embodiment_B, seed_B)
         keys_values = self.head.dit.keys_values(context)
         bucket_B = self.bucket(draw["time"])
-        velocity_BHA = self.head.velocity(
-            noisy_BHA, bucket_B, state_B1D, embodiment_B, keys_values, context, seed_B
-        ).float()
-        error_BHA = (velocity_BHA - (actions_BHA - draw["noise"])).square()
-        error_BHA = torch.where(mask_BHA, error_BHA, torch.zeros((), device=error_BHA.device))
-        term = LossTerm(error_BHA.sum(), mask_BHA.sum().float())
-        return Losses({"action_loss": term}, {"velocity": velocity_BHA.detach(), "errors": error_BHA.detach()})
+        velocity_BHA = self.head.velocity(noisy_BHA, bucket_B, state_B1D, embodiment_B, keys_values, context, seed_B)
+        term = LossTerm(*self.errors(velocity_BHA, target_BHA, mask_BHA))
+        return Losses({"action_loss": term}, {"target": target_BHA, "velocity": velocity_BHA.detach().float()})
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:
         return {"action_loss": batch["action_mask"].sum().float()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from vlaforge.data.ranges import ranged
 from vlaforge.models.groot.config import GrootDataConfig
 from vlaforge.models.groot.policy import GrootConfig
 from vlaforge.models.towers.qwen3 import Qwen3Config
@@ -26,7 +27,7 @@ class ModelConfig(GrootConfig):
     max_state_dim: int = 128
     max_action_dim: int = 128
     action_horizon: int = 50
-    tune_top_llm_layers: int = 4
+    tune_top_llm_layers: int = ranged(4, low=0)
     image_token: int = 151669
 
 

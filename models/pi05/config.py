@@ -83,9 +83,6 @@ class ModelConfig:
                 raise UserError(
                     f"model.{name}_dim is {dim}; it must be between 1 and model.max_{name}_dim, which is {most}."
                 )
-        for name in ("num_images", "max_token_len", "action_horizon", "max_action_dim", "num_inference_steps"):
-            if getattr(self, name) < 1:
-                raise UserError(f"model.{name} is {getattr(self, name)}; it must be at least 1.")
 
     @property
     def image_tokens(self) -> int:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vlaforge.data.errors import UserError
+from vlaforge.data.ranges import ranged
 from vlaforge.models.convert import Layout
 from vlaforge.models.video.frozen import FrozenEncoder
 from vlaforge.models.video.names import UMT5_LAYOUTS
@@ -33,7 +34,7 @@ class Umt5Config:
     """
 
     path: str = ""
-    seed: int | None = None
+    seed: int | None = ranged(None, low=0)
     dtype: str = "bfloat16"
     vocab: int = 256384
     dim: int = 4096

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vlaforge.data.errors import UserError
+from vlaforge.data.ranges import ranged
 from vlaforge.models.convert import Layout
 from vlaforge.models.video.frozen import FrozenEncoder
 from vlaforge.models.video.names import vae22_layouts
@@ -43,7 +44,7 @@ class VaeConfig:
     """
 
     path: str = ""
-    seed: int | None = None
+    seed: int | None = ranged(None, low=0)
     dtype: str = "bfloat16"
     base_dim: int = 160
     decoder_base_dim: int = 256

@@ -7,6 +7,7 @@ from typing import Literal
 
 from vlaforge.data import schema
 from vlaforge.data.errors import UserError
+from vlaforge.data.ranges import ranged
 from vlaforge.models.towers.florence2 import BartConfig, DaViTConfig
 from vlaforge.models.xvla.actions import NAMES, ActionSpace, action_space
 
@@ -46,7 +47,7 @@ class ModelConfig:
     num_heads: int = 16
     mlp_ratio: float = 4.0
     num_domains: int = 30
-    len_soft_prompts: int = 32
+    len_soft_prompts: int = ranged(32, low=0)
     dim_time: int = 32
     max_len_seq: int = 512
     use_hetero_proj: bool = False

@@ -28,8 +28,8 @@ class ToyModel:
     extra: Tower | None = None
 
     def __post_init__(self) -> None:
-        if self.action_dim < 1:
-            raise ValueError(f"action_dim is {self.action_dim}; it must be at least 1")
+        if self.action_dim > 99:
+            raise ValueError(f"action_dim is {self.action_dim}; it must be at most 99")
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,8 @@ def test_faults(toy, tmp_path):
     assert "model.vision.width" in fault(*tiny_, "model.vision=3")
     assert "write --lr-base" in fault(*tiny_, "train.lr_base=1")
     assert "'model.' or 'data.'" in fault(*tiny_, "modle.x=1")
-    assert fault(*tiny_, "model.action_dim=0") == "model.action_dim is 0; it must be at least 1."
+    assert fault(*tiny_, "model.action_dim=0") == "model.action_dim is 0: it must be at least 1."
+    assert fault(*tiny_, "model.action_dim=100") == "model.action_dim is 100; it must be at most 99."
     assert "Interpolation key 'nope.x' not found" in fault(*tiny_, "data.image_size=${nope.x}")
     assert "cannot be read" in fault(*tiny_, "--config-file", str(tmp_path / "none.yaml"))
 
