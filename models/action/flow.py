@@ -11,35 +11,47 @@ Axes: B samples, H action steps, A action dimensions.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 
-def flow_mix(noise_BHA: Tensor, actions_BHA: Tensor, mask_BHA: Tensor, time_B: Tensor) -> Tensor:
-    """x_t, fp32 [B, H, A]. `mask` is True on real elements; NaN outside it does no harm."""
-    time_B11 = time_B[:, None, None].float()
-    return time_B11 * noise_BHA + (1.0 - time_B11) * actions_BHA.masked_fill(~mask_BHA, 0.0)
-
-
-def flow_loss(velocity_BHA: Tensor, noise_BHA: Tensor, actions_BHA: Tensor, mask_BHA: Tensor) -> Tensor:
-    """Squared error of the velocity, fp32 [B, H, A], zero outside the mask."""
-    target_BHA = noise_BHA - actions_BHA.masked_fill(~mask_BHA, 0.0)
-    return (target_BHA - velocity_BHA.float()).square().masked_fill(~mask_BHA, 0.0)
-
-
 class FlowMix(nn.Module):
-    """`flow_mix` as a module, so that a pass can put a kernel in its place."""
+    """Noise and actions at a time → (x_t, target), fp32; one module, so that a pass can put a kernel in its place.
 
-    def forward(self, noise_BHA: Tensor, actions_BHA: Tensor, mask_BHA: Tensor, time_B: Tensor) -> Tensor:
-        return flow_mix(noise_BHA, actions_BHA, mask_BHA, time_B)
+    Args:
+        towards: which end t = 1 is: ``noise`` as above, or ``data`` (GR00T), where noise and actions change places.
+    """
+
+    def __init__(self, towards: Literal["noise", "data"] = "noise"):
+        super().__init__()
+        self.towards = towards
+
+    def forward(
+        self, noise_BHA: Tensor, actions_BHA: Tensor, mask_BHA: Tensor, time_B: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`mask` is True on real elements; NaN outside it does no harm."""
+        time_B11 = time_B[:, None, None].float()
+        start, end = actions_BHA.masked_fill(~mask_BHA, 0.0), noise_BHA
+        if self.towards == "data":
+            start, end = end, start
+        return time_B11 * end + (1.0 - time_B11) * start, end - start
+
+    def extra_repr(self) -> str:
+        return f"towards {self.towards}"
 
 
-class FlowLoss(nn.Module):
-    """`flow_loss` as a module, so that a pass can put a kernel in its place."""
+def squares(prediction: Tensor, target: Tensor, mask: Tensor) -> Tensor:
+    """Squared errors, fp32, zero outside the mask (of the prediction's shape)."""
+    return (target - prediction.float()).square().masked_fill(~mask, 0.0)
 
-    def forward(self, velocity_BHA: Tensor, noise_BHA: Tensor, actions_BHA: Tensor, mask_BHA: Tensor) -> Tensor:
-        return flow_loss(velocity_BHA, noise_BHA, actions_BHA, mask_BHA)
+
+class MaskedSquares(nn.Module):
+    """Squared errors inside a mask → (their sum, their count), fp32 scalars; a module for the same reason."""
+
+    def forward(self, prediction: Tensor, target: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        return squares(prediction, target, mask).sum(), mask.sum().float()
 
 
 def euler(velocity: Callable[[Tensor, Tensor], Tensor], noise_BHA: Tensor, steps: int) -> Tensor:

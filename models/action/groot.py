@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from vlaforge.data.ranges import ranged
 from vlaforge.models.action.embodiment import EmbodimentLinear, EmbodimentMLP
-from vlaforge.models.blocks.attention import Mask, attention
+from vlaforge.models.blocks.attention import Attention, Mask
 from vlaforge.models.blocks.dropout import Dropout
 from vlaforge.models.blocks.modulation import ModulatedLayerNorm
 
@@ -77,6 +77,7 @@ class HeadAttention(nn.Module):
         self.k_proj = nn.Linear(context, width)
         self.v_proj = nn.Linear(context, width)
         self.o_proj = nn.Linear(width, width)
+        self.attention = Attention()
         # The published block drops twice here: in the attention's output layer and after it.
         self.drop1 = Dropout(dropout, next(salts))
         self.drop2 = Dropout(dropout, next(salts))
@@ -89,7 +90,7 @@ class HeadAttention(nn.Module):
         return self.split(self.k_proj(context_BMC)), self.split(self.v_proj(context_BMC))
 
     def forward(self, x_BTD: Tensor, k: Tensor, v: Tensor, mask: Mask | None, seed_B: Tensor | None) -> Tensor:
-        mixed = attention(self.split(self.q_proj(x_BTD)), k, v, mask)
+        mixed = self.attention(self.split(self.q_proj(x_BTD)), k, v, mask)
         out_BTD = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return self.drop2(self.drop1(out_BTD, seed_B), seed_B)
 

@@ -75,6 +75,7 @@ class NormalizeImages(nn.Module):
     ):
         super().__init__()
         self.size, self.fit = size, fit
+        self.mean, self.std = tuple(mean), tuple(std)
         self.register_buffer("mean_C11", torch.tensor(mean)[:, None, None], persistent=False)
         self.register_buffer("std_C11", torch.tensor(std)[:, None, None], persistent=False)
 

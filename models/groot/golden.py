@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vlaforge.data.schema import Batch, Draw
+from vlaforge.models.action.flow import squares
 from vlaforge.models.action.groot import ContextConfig, DiTConfig
 from vlaforge.models.golden import Base, Folder, Quantity, Recorder
 from vlaforge.models.groot.policy import GrootPolicy, Overlap
@@ -104,8 +105,9 @@ class GrootGolden(Base):
         with torch.no_grad():
             losses = model(self.cut(batch), draw)
         yield Quantity("loss", losses.total(), "loss")
-        yield Quantity("action_loss", losses.details["errors"], "output")
-        yield Quantity("pred_velocity", losses.details["velocity"], "output")
+        velocity, target = losses.details["velocity"], losses.details["target"]
+        yield Quantity("action_loss", squares(velocity, target, batch["action_mask"]), "output")
+        yield Quantity("pred_velocity", velocity, "output")
         if "unpadded_single_sample.index" in self.folder.expected:
             row = self.folder.expected["unpadded_single_sample.index"]
             yield Quantity("unpadded_single_sample.index", row, "exact", "given: which sample has no padding")

@@ -49,7 +49,7 @@ class Model(GrootPolicy):
 
     def embed(self, batch: Batch) -> Embedded:
         tokens_BL = batch["tokens"]
-        patches_MNP, grid, padded = patches_of(batch, self.vision, self.config.image_size)
+        patches_MNP, grid, padded = patches_of(batch, self.vision, self.prepare)
         merged_MJC, deepstack = self.vision(patches_MNP, grid, padded)
         b = tokens_BL.shape[0]
         valid_BF = grid.valid_MN[:, :: self.config.vision.merge**2].reshape(b, -1) if padded else None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vlaforge.data.schema import Batch, Draw
+from vlaforge.models.action.flow import squares
 from vlaforge.models.golden import Base, Folder, Quantity, Recorder, to_bfloat16
 from vlaforge.models.pi05.config import ModelConfig
 from vlaforge.models.pi05.convert import LAYOUTS
@@ -74,7 +75,9 @@ class Golden(Base):
     def _run(self, model: Model, batch: Batch, draw: Draw) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
             losses = model(self.cut(batch), draw)
-            return losses.total(), losses.details
+        details = losses.details
+        details["losses"] = squares(details["velocity"], details["target"], batch["action_mask"])
+        return losses.total(), details
 
     def _losses(self, model: Model) -> Iterator[Quantity]:
         batch, draw = self.inputs()
@@ -137,7 +140,7 @@ class Golden(Base):
                 f"vlm_layer{i}_mlp_out", joint[f"layers.{i}.language.mlp"], note=note, where=rows, inside=True
             )
             yield Quantity(f"expert_layer{i}_mlp_out", joint[f"layers.{i}.expert.mlp"], inside=True)
-        yield Quantity("x_t", joint["mix"], inside=True)
+        yield Quantity("x_t", joint["mix"][0], inside=True)
         yield Quantity("time_sincos", joint["time.sincos"], inside=True)
         yield Quantity("adarms_cond", joint["time"], inside=True)
         yield Quantity("suffix_embs", joint["action_in"], inside=True)

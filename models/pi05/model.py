@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from vlaforge.data.schema import Batch, Contract, Draw, DrawSpec, Field, Trim
 from vlaforge.models.action.expert import ExpertLayer, LayerConditions, TimeCondition
-from vlaforge.models.action.flow import FlowLoss, FlowMix, euler
+from vlaforge.models.action.flow import FlowMix, MaskedSquares, euler
 from vlaforge.models.base import BlockGroup, EmbodiedModel, Losses, LossTerm
 from vlaforge.models.blocks.image import PrepareImages
 from vlaforge.models.blocks.norms import AdaRMSNorm, RMSNorm
@@ -103,7 +103,7 @@ class Model(EmbodiedModel):
         self.action_in = nn.Linear(action_dim, width)
         self.action_out = nn.Linear(width, action_dim)
         self.mix = FlowMix()
-        self.flow_loss = FlowLoss()
+        self.errors = MaskedSquares()
         if config.expert_lm_head:
             self.expert_lm_head = nn.Linear(width, config.vocab_size, bias=False).requires_grad_(False)
         self._freeze()
@@ -146,15 +146,14 @@ class Model(EmbodiedModel):
     def loss(self, batch: Batch, draw: Draw) -> Losses:
         noise, actions, mask = draw["noise"], batch["actions"], batch["action_mask"]
         x_BPD, valid_BP = self.embed_prefix(batch)
-        noisy_BHA = self.mix(noise, actions, mask, draw["time"])
+        noisy_BHA, target_BHA = self.mix(noise, actions, mask, draw["time"])
         y_BHW, *conditions = self.embed_actions(noisy_BHA, draw["time"])
         cos, sin, keys_BS = self.positions(valid_BP, y_BHW.shape[1])
         for layer, condition in zip(self.layers, conditions):
             x_BPD, y_BHW = layer(x_BPD, y_BHW, condition, cos, sin, keys_BS)
         velocity_BHA = self.decode(y_BHW, conditions[-1])
-        losses_BHA = self.flow_loss(velocity_BHA, noise, actions, mask)
-        term = LossTerm(losses_BHA.sum(), mask.sum().float())
-        return Losses({"flow": term}, {"losses": losses_BHA.detach(), "velocity": velocity_BHA.detach()})
+        term = LossTerm(*self.errors(velocity_BHA, target_BHA, mask))
+        return Losses({"flow": term}, {"target": target_BHA, "velocity": velocity_BHA.detach()})
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:
         return {"flow": batch["action_mask"].sum().float()}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from vlaforge.data.schema import Batch, Contract, Draw, DrawSpec, Field, Trim
 from vlaforge.models.action.embodiment import EmbodimentLinear
+from vlaforge.models.action.flow import FlowMix
 from vlaforge.models.base import BlockGroup, EmbodiedModel, Losses
 from vlaforge.models.blocks.dropout import Dropout
 from vlaforge.models.blocks.image import NormalizeImages
@@ -117,6 +118,7 @@ class Model(EmbodiedModel):
         )
         self.language = BartEncoder(config.text, salts)
         self.policy = Policy(config, salts)
+        self.mix = FlowMix()
         self.space = config.space
         self.register_buffer("shown_A", self.space.shown(config.action_width), persistent=False)
         self.register_buffer("shown_S", self.space.shown(config.state_width), persistent=False)
@@ -192,11 +194,9 @@ class Model(EmbodiedModel):
         """x_t = t·noise + (1 - t)·action; the network returns the action, and the action space compares."""
         seed_B = draw.get("dropout") if self.training else None
         mask_BHA, time_B = batch["action_mask"], draw["time"]
-        # Garbage in masked steps must not reach the network either.
-        zero = torch.zeros((), dtype=batch["actions"].dtype, device=mask_BHA.device)
-        actions_BHA = torch.where(mask_BHA, batch["actions"], zero)
-        t = time_B[:, None, None]
-        noisy_BHA = draw["noise"] * t + actions_BHA * (1 - t)
+        # Garbage in masked steps reaches neither the network nor the comparison.
+        actions_BHA = batch["actions"].masked_fill(~mask_BHA, 0.0)
+        noisy_BHA, _ = self.mix(draw["noise"], actions_BHA, mask_BHA, time_B)
         predicted_BHA = self.predict(noisy_BHA, batch, time_B, self.features(batch, seed_B), seed_B)
         terms = self.space.losses(predicted_BHA, actions_BHA, mask_BHA)
         return Losses(terms, {"predicted": predicted_BHA.detach()})

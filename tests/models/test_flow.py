@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vlaforge.models.action.flow import euler, flow_loss, flow_mix
+from vlaforge.models.action.flow import FlowMix, MaskedSquares, euler, squares
 
 
 @pytest.fixture
@@ -18,16 +18,27 @@ def parts():
 
 def test_the_path_runs_from_actions_to_noise(parts):
     noise, actions, _, mask, time = parts
-    x = flow_mix(noise, actions, mask, time)
+    x, target = FlowMix()(noise, actions, mask, time)
     real = actions * mask
     torch.testing.assert_close(x, time[:, None, None] * noise + (1 - time[:, None, None]) * real)
-    assert torch.equal(x[0], real[0]) and torch.equal(x[2], noise[2])
+    assert torch.equal(x[0], real[0]) and torch.equal(x[2], noise[2]) and torch.equal(target, noise - real)
+
+
+def test_the_path_towards_data_is_the_same_line_the_other_way(parts):
+    noise, actions, _, mask, time = parts
+    there, target = FlowMix()(noise, actions, mask, time)
+    back, opposite = FlowMix("data")(noise, actions, mask, 1 - time)
+    torch.testing.assert_close(back, there)
+    assert torch.equal(opposite, -target)
 
 
 def test_the_loss_is_the_squared_error_of_the_velocity(parts):
-    noise, actions, velocity, mask, _ = parts
-    loss = flow_loss(velocity, noise, actions, mask)
-    torch.testing.assert_close(loss, (noise - actions - velocity).square() * mask)
+    noise, actions, velocity, mask, time = parts
+    _, target = FlowMix()(noise, actions, mask, time)
+    losses = squares(velocity, target, mask)
+    torch.testing.assert_close(losses, (noise - actions - velocity).square() * mask)
+    total, count = MaskedSquares()(velocity, target, mask)
+    assert total == losses.sum() and count == mask.sum()
 
 
 @pytest.mark.parametrize("garbage", [1e30, float("nan"), float("inf")])
@@ -35,10 +46,11 @@ def test_what_stands_outside_the_mask_changes_no_bit(parts, garbage):
     noise, actions, velocity, mask, time = parts
     dirty = torch.where(mask, actions, torch.tensor(garbage))
     velocity = velocity.clone().requires_grad_()
-    assert torch.equal(flow_mix(noise, actions, mask, time), flow_mix(noise, dirty, mask, time))
-    clean_loss, dirty_loss = (flow_loss(velocity, noise, a, mask) for a in (actions, dirty))
+    (clean_x, clean_target), (dirty_x, dirty_target) = (FlowMix()(noise, a, mask, time) for a in (actions, dirty))
+    assert torch.equal(clean_x, dirty_x) and torch.equal(clean_target, dirty_target)
+    clean_loss, dirty_loss = (MaskedSquares()(velocity, t, mask)[0] for t in (clean_target, dirty_target))
     assert torch.equal(clean_loss, dirty_loss)
-    gradients = [torch.autograd.grad(loss.sum(), velocity)[0] for loss in (clean_loss, dirty_loss)]
+    gradients = [torch.autograd.grad(loss, velocity)[0] for loss in (clean_loss, dirty_loss)]
     assert torch.equal(*gradients) and gradients[0][~mask].eq(0).all()
 
 
