@@ -18,18 +18,21 @@ from torch import Tensor, nn
 from vlaforge.graphs.passes.base import Context, Decision, Pass, Site, claim
 from vlaforge.kernels import cpu
 from vlaforge.kernels.ada_norm import ada_norm
+from vlaforge.kernels.flow_mix import flow_mix
 from vlaforge.kernels.gated_residual import gated_residual
 from vlaforge.kernels.glu import glu
 from vlaforge.kernels.image_prep import image_prep
+from vlaforge.kernels.masked_mse import masked_mse
 from vlaforge.kernels.qk_norm_rope import qk_norm_rope
 from vlaforge.kernels.rms_norm import rms_norm
 from vlaforge.kernels.rotary import rotary
+from vlaforge.models.action.flow import FlowMix, MaskedSquares
 from vlaforge.models.blocks.attention import Attention, Mask
-from vlaforge.models.blocks.image import PrepareImages
+from vlaforge.models.blocks.image import NormalizeImages, PrepareImages
 from vlaforge.models.blocks.mlp import GatedActivation
 from vlaforge.models.blocks.modulation import GatedAdd, ModulatedLayerNorm
 from vlaforge.models.blocks.norms import AdaRMSNorm, RMSNorm
-from vlaforge.models.blocks.rotary import Rotary
+from vlaforge.models.blocks.rotary import HeadNormRotary, Rotary
 from vlaforge.models.towers.siglip import PatchEmbed
 from vlaforge.models.video.rope import QKNormRotary
 
@@ -130,6 +133,23 @@ def fused_qk(
     return qk_norm_rope(q, k, q_weight, k_weight, cos_SP, sin_SP, eps=self.eps, layout="interleaved")
 
 
+def fused_head_norm(
+    self: HeadNormRotary, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos_BTJ: Tensor, sin_BTJ: Tensor
+) -> tuple[Tensor, Tensor]:
+    q, k = qk_norm_rope(q.transpose(1, 2), k.transpose(1, 2), q_weight, k_weight, cos_BTJ, sin_BTJ, eps=self.eps)
+    return q.transpose(1, 2), k.transpose(1, 2)
+
+
+def fused_mix(
+    self: FlowMix, noise_BHA: Tensor, actions_BHA: Tensor, mask_BHA: Tensor, time_B: Tensor
+) -> tuple[Tensor, Tensor]:
+    return flow_mix(actions_BHA.masked_fill(~mask_BHA, 0.0), noise_BHA, time_B, towards=self.towards)
+
+
+def fused_squares(self: MaskedSquares, prediction: Tensor, target: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    return masked_mse(prediction, target, mask)
+
+
 def fused_images(
     self: PrepareImages, images: Tensor, dtype: torch.dtype = torch.float32, placements: Tensor | None = None
 ) -> Tensor:
@@ -137,6 +157,13 @@ def fused_images(
         return type(self).forward(self, images, dtype, placements)
     places_NP = None if placements is None else placements.flatten(0, 1)
     return image_prep(images.flatten(0, 1), (self.size, self.size), places_NP, dtype=dtype)
+
+
+def fused_normalized(self: NormalizeImages, images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Frames of the model's size, as robots mostly record for it; another size is resized bicubically, by torch."""
+    if images.dtype != torch.uint8 or tuple(images.shape[-3:]) != (*self.size, 3):
+        return type(self).forward(self, images, dtype)
+    return image_prep(images.flatten(0, 1), self.size, mean=self.mean, std=self.std, dtype=dtype)
 
 
 GLU = {"gelu_tanh": "gelu", "silu": "silu"}
@@ -154,7 +181,11 @@ CUDA_TABLE = (
     Swap(GatedActivation, "glu", "forward", fused_glu, lambda module, _: module.activation in GLU),
     Swap(Rotary, "rotary", "forward", fused_rotary, _always),
     Swap(QKNormRotary, "qk_norm_rope", "forward", fused_qk, _always),
+    Swap(HeadNormRotary, "qk_norm_rope", "forward", fused_head_norm, _always),
+    Swap(FlowMix, "flow_mix", "forward", fused_mix, _always),
+    Swap(MaskedSquares, "masked_mse", "forward", fused_squares, _always),
     Swap(PrepareImages, "image_prep", "forward", fused_images, _always),
+    Swap(NormalizeImages, "image_prep", "forward", fused_normalized, _always),
 )
 
 
