@@ -6,7 +6,7 @@ Axes: H steps, A the robot's dimensions, W the model's width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,8 @@ class ActionCodec:
         normalizers: the run's, with ``action`` (and ``state``).
         width, state_width: of the model's action and state; the robot's dimensions come first. None: the
             robot's own.
+        order, state_order: the robot's dimensions in the order that the model has them in; None: as they are. An
+            action has all of its dimensions there, a state may leave some out.
     """
 
     def __init__(
@@ -32,9 +34,13 @@ class ActionCodec:
         normalizers: NormalizerSet,
         width: int | None = None,
         state_width: int | None = None,
+        order: Sequence[int] | None = None,
+        state_order: Sequence[int] | None = None,
     ):
         self.transform = config.action_transform
         self.normalizers, self.width, self.state_width = normalizers, width, state_width
+        self.order = None if order is None else list(order)
+        self.state_order = None if state_order is None else list(state_order)
 
     def encode(self, sample: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         """(actions float32 [H, W], mask bool [H, W]) of a sample that was read with its ``action``.
@@ -46,12 +52,16 @@ class ActionCodec:
         action = self.normalizers.normalize("action", action, sample.get("embodiment", ""))
         if ACTION_IS_PAD not in sample:
             raise UserError(f"The sample has no '{ACTION_IS_PAD}': without it padded steps would be trained on.")
+        if self.order is not None:
+            action = action[..., self.order]
         valid = np.repeat(~np.asarray(sample[ACTION_IS_PAD], bool)[:, None], action.shape[1], 1)
         return pad_last(action, self.width, "action"), pad_last(valid, self.width, "action")
 
     def state(self, sample: Mapping[str, Any]) -> np.ndarray:
         """Normalised state float32 [..., state width]; padded with 0."""
         state = self.normalizers.normalize("state", sample[STATE], sample.get("embodiment", ""))
+        if self.state_order is not None:
+            state = state[..., self.state_order]
         return pad_last(state, self.state_width, "state")
 
     def decode(self, x_HW: np.ndarray, sample: Mapping[str, Any] | None = None) -> np.ndarray:
@@ -60,7 +70,10 @@ class ActionCodec:
         sample = sample or {}
         embodiment = sample.get("embodiment", "")
         dim = self.normalizers.get("action", embodiment).dim
-        action = self.normalizers.denormalize("action", np.asarray(x_HW, np.float32)[..., :dim], embodiment)
+        action = np.asarray(x_HW, np.float32)[..., :dim]
+        if self.order is not None:
+            action = action[..., np.argsort(self.order)]
+        action = self.normalizers.denormalize("action", action, embodiment)
         return self.transform.invert(action, _last(sample.get(STATE)))
 
 

@@ -21,14 +21,15 @@ class Prepared:
     rows: list[norm_table.Row]
 
 
-def prepare(dataset: Dataset, config: DataConfig, horizon: int) -> Prepared:
+def prepare(dataset: Dataset, config: DataConfig, horizon: int, given: Statistics | None = None) -> Prepared:
     """Statistics after the action transform (stored or computed), normalisers, and their table.
 
-    A mixture gets normalisers for each embodiment. Raises UserError for options or data that make no sense;
+    `given` are statistics to normalise by instead (those of a checkpoint); a mixture, which gets normalisers for each
+    embodiment, has its own. Raises UserError for options or data that make no sense;
     `norm_table.check(prepared.rows)` is the caller's.
     """
     if not isinstance(dataset, Mixture):
-        return _one(dataset, config, horizon)
+        return _one(dataset, config, horizon, given)
     parts = {part.embodiment: _one(part.dataset, config, horizon) for part in dataset.parts}
     normalizers = dataset.normalizers(lambda part: parts[_name(dataset, part)].normalizers)
     values: dict = {}
@@ -44,7 +45,7 @@ def _name(mixture: Mixture, dataset: Dataset) -> str:
     return next(part.embodiment for part in mixture.parts if part.dataset is dataset)
 
 
-def _one(dataset: Dataset, config: DataConfig, horizon: int) -> Prepared:
+def _one(dataset: Dataset, config: DataConfig, horizon: int, given: Statistics | None = None) -> Prepared:
     spec = StatisticsSpec(config.action_transform, horizon)
     present = {
         key: column
@@ -56,8 +57,12 @@ def _one(dataset: Dataset, config: DataConfig, horizon: int) -> Prepared:
     }
     needed = dict.fromkeys(present.values(), NEEDED.get(config.normalization_mode, ()))
     statistics = statistics_of(dataset, spec, needed)
+    if given is not None:
+        statistics = replace(statistics, origin=f"of the checkpoint; the dataset's own are {statistics.origin}")
     modes = dict.fromkeys(present, config.normalization_mode)
-    normalizers = NormalizerSet.from_statistics(statistics.values, modes, convention=config.normalization_convention)
+    normalizers = NormalizerSet.from_statistics(
+        given or statistics.values, modes, convention=config.normalization_convention
+    )
     rows = _table(dataset, spec, normalizers, statistics.values, present)
     return Prepared(normalizers, statistics, rows)
 

@@ -79,7 +79,9 @@ def build_setup(resolved: Resolved, passed: Callable[[str, str], None] = lambda 
     if tokenizer is not None:
         passed("tokenizer", f"{tokenizer.path}, {tokenizer.vocab_size} entries")
     check_stored_statistics(dataset)
-    prepared = prepare(dataset, data_config, getattr(model_config, "action_horizon", 1))
+    official = getattr(resolved.family.processing, "official", None)
+    data_config, given = official(model_config, data_config, dataset.info) if official else (data_config, None)
+    prepared = prepare(dataset, data_config, getattr(model_config, "action_horizon", 1), given)
     statistics, normalizers, rows = prepared.statistics, prepared.normalizers, prepared.rows
     passed("statistics", statistics.origin)
     notes = norm_table.check(rows, resolved.args.allow_extreme_norm)

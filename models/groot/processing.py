@@ -8,11 +8,9 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from copy import deepcopy
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 
 from vlaforge.data.cameras import assign_cameras, check_image_size, frames_of, slot_names
 from vlaforge.data.codec import ActionCodec
@@ -21,15 +19,15 @@ from vlaforge.data.errors import UserError, unknown
 from vlaforge.data.normalize import NormalizerSet
 from vlaforge.data.schema import TASK, DataNeeds, Sample
 from vlaforge.data.tokenizer import Tokenizer
-from vlaforge.data.transforms import ColorJitter, Compose
+from vlaforge.models.groot.colour import jitter
 from vlaforge.models.groot.config import GrootDataConfig
 from vlaforge.models.groot.images import ImageTransform, formalize
-from vlaforge.models.groot.official import from_official, modality_cameras
+from vlaforge.models.groot.modality import Modality
+from vlaforge.models.groot.official import Official, Stats, resolve
 from vlaforge.models.groot.policy import GrootConfig
 
 Piece = str | int
 """Of a prompt: text, or a number of image tokens."""
-JITTER = Compose((ColorJitter(brightness=0.3, contrast=0.4, saturation=0.5),), low=0.0)
 
 
 class GrootProcessing(ABC):
@@ -55,13 +53,17 @@ class GrootProcessing(ABC):
         dataset_info: DatasetInfo,
     ):
         self.model, self.info, self.tokenizer = model_config, dataset_info, tokenizer
-        self.data, numbers = from_official(data_config, model_config.image_size)
-        self.numbers = numbers or self.embodiments
+        self.data = self.official(model_config, data_config, dataset_info)[0]
+        folder = self.data.official_folder
+        files = Official.read(folder, self.data.embodiment_tag) if folder else None
+        self.numbers = (files and files.numbers) or self.embodiments
         self.action_dim = model_config.action_dim or dataset_info.action_dim
-        self.codec = ActionCodec(self.data, normalizers, model_config.max_action_dim, model_config.max_state_dim)
+        self.modality = Modality.of(dataset_info, self.data) if self.data.use_modality else None
+        self.codec = self._codec(normalizers, files)
         self.cameras = self._cameras()
+        data, size = self.data, model_config.image_size
         self.transform = ImageTransform(
-            model_config.image_size, self.data.shortest_image_edge, self.data.crop_fraction, self.data.letter_box
+            (size, size), data.shortest_image_edge, data.crop_fraction, data.letter_box, data.image_path
         )
         self.embodiment = self._number(self.data.embodiment_tag)
         vision = model_config.vision
@@ -78,9 +80,26 @@ class GrootProcessing(ABC):
         """Fields that only one backbone needs."""
         return {}
 
+    @staticmethod
+    def official(
+        model: GrootConfig, data: GrootDataConfig, info: DatasetInfo
+    ) -> tuple[GrootDataConfig, Stats | None]:
+        """The options, and the statistics of an official checkpoint that the run goes on with (None: the dataset's)."""
+        return resolve(data, model.image_size, model.action_horizon, info)
+
+    def _codec(self, normalizers: NormalizerSet, files: Official | None) -> ActionCodec:
+        dims = {"state": self.info.state_dim, "action": self.action_dim}
+        orders = {
+            kind: self.modality.order(kind, dim, files.parts(kind) if files else ()) if self.modality else None
+            for kind, dim in dims.items()
+        }
+        widths = (self.model.max_action_dim, self.model.max_state_dim)
+        return ActionCodec(self.data, normalizers, *widths, orders["action"], orders["state"])
+
     def _cameras(self) -> tuple[str, ...]:
         count, slots = self.model.num_views, slot_names(self.model.num_views)
-        chosen = self.data.cameras or dict(zip(slots, modality_cameras(self.info.path, self.info.cameras)))
+        ordered = self.modality.cameras if self.modality else ()
+        chosen = self.data.cameras or dict(zip(slots, ordered))
         assigned = assign_cameras(chosen, self.info, count)
         if None in assigned:
             raise UserError(
@@ -95,6 +114,7 @@ class GrootProcessing(ABC):
         if model.image_size % (model.vision.patch * model.vision.merge):
             side = model.vision.patch * model.vision.merge
             raise UserError(f"model.image_size is {model.image_size}; it must be a multiple of {side}.")
+        self._check_frames()
         if tokenizer.vocab_size > model.text.vocab_size or tokenizer.token_id(self.image_word) != model.image_token:
             raise UserError(
                 f"The tokenizer '{tokenizer.path}' has {tokenizer.vocab_size} entries and {self.image_word} as "
@@ -114,6 +134,23 @@ class GrootProcessing(ABC):
                 f"A prompt without any text has {len(self._ids(''))} tokens, more than model.max_token_len, "
                 f"{model.max_token_len}: raise it."
             )
+
+    def _check_frames(self) -> None:
+        """UserError when the path that keeps aspects would give the model frames of another size than it has."""
+        vision = self.model.vision
+        for name in self.cameras:
+            camera = self.info.cameras[name]
+            natural = self.transform.natural(camera.height, camera.width, vision.patch * vision.merge)
+            if natural[0] != natural[1]:
+                raise UserError(
+                    f"Camera '{name}' is {camera.height} × {camera.width}, and data.image_path=albumentations keeps "
+                    f"the aspect: pad it to a square with data.letter_box=true, or use data.image_path=torch."
+                )
+            if natural != self.transform.size:
+                raise UserError(
+                    f"Frames become {natural[0]} × {natural[1]} here: set model.image_size and data.image_size to "
+                    f"{natural[0]}."
+                )
 
     def _number(self, tag: str) -> int:
         number = int(tag) if tag.isdigit() else self.numbers.get(tag)
@@ -181,7 +218,7 @@ class GrootProcessing(ABC):
     def _images(self, frames: list[np.ndarray], rng: np.random.Generator | None) -> np.ndarray:
         at = (0.5, 0.5) if rng is None else (float(rng.random()), float(rng.random()))
         views_VHWC = np.stack([self.transform(frame, at) for frame in frames])
-        return views_VHWC if rng is None else jitter(views_VHWC, rng)
+        return views_VHWC if rng is None else jitter(views_VHWC, self.data.color_jitter, rng)
 
     def _tokens(self, task: str) -> tuple[np.ndarray, np.ndarray]:
         """ids int64 [L] and mask bool [L]; a task that is too long loses words at its end, never an image."""
@@ -208,9 +245,3 @@ class GrootProcessing(ABC):
         for piece in self.prompt(text):
             ids += [self.model.image_token] * piece if isinstance(piece, int) else self.tokenizer.ids(piece)
         return ids
-
-
-def jitter(views_VHWC: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """The same change of colour on all views: uint8 in and out."""
-    x_VCHW = JITTER.apply(views_VHWC, [deepcopy(rng) for _ in views_VHWC])
-    return (x_VCHW.permute(0, 2, 3, 1) * 255.0).round().to(torch.uint8).numpy()

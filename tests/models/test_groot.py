@@ -168,9 +168,13 @@ def test_images_are_the_official_ones_byte_for_byte(number):
     case = CASES["image_cases"][number]
     target = case["image_target_size"][0]
     crop = case["crop_fraction"] or case["image_crop_size"][0] / target
-    transform = ImageTransform(target, case["shortest_image_edge"], crop, case.get("letter_box_transform", False))
-    ours = transform(PREPROC[f"img{number}.uint8_chw"].permute(1, 2, 0).numpy())
-    assert np.array_equal(ours, PREPROC[f"img{number}.torch_path"].permute(1, 2, 0).numpy())
+    settings = {"crop": crop, "letter_box": case.get("letter_box_transform", False)}
+    frame = PREPROC[f"img{number}.uint8_chw"].permute(1, 2, 0).numpy()
+    squares = ImageTransform((target, target), case["shortest_image_edge"], **settings)
+    assert np.array_equal(squares(frame), PREPROC[f"img{number}.torch_path"].permute(1, 2, 0).numpy())
+    recorded = PREPROC[f"img{number}.albumentations_path_hwc"].numpy()
+    areas = ImageTransform(recorded.shape[:2], case["shortest_image_edge"] or target, path="albumentations", **settings)
+    assert np.array_equal(areas(frame), recorded)
 
 
 def test_language_is_the_official_one():
@@ -290,22 +294,22 @@ def test_official_files_win(name, build, sample, tmp_path):
     (tmp_path / "processor_config.json").write_text(json.dumps({"processor_kwargs": kwargs}))
     processing = build(official_folder=str(tmp_path), embodiment_tag="my_robot")
     assert processing.observe(sample)["embodiment"] == 7
-    assert processing.transform == ImageTransform(64, None, 0.75, False) and not processing.data.formalize_language
+    assert processing.transform == ImageTransform((64, 64), None, 0.75) and not processing.data.formalize_language
     with pytest.raises(UserError, match="my_robot"):
         build(official_folder=str(tmp_path), embodiment_tag="new_embodiment")
-    kwargs["use_albumentations"] = True
+    assert processing.data.color_jitter == (0.3, 0.4, 0.5, 0.08)
+    kwargs |= {"use_albumentations": True, "color_jitter_params": {"hue": 0.1}}
     (tmp_path / "processor_config.json").write_text(json.dumps({"processor_kwargs": kwargs}))
-    with pytest.raises(UserError, match="Albumentations"):
+    processing = build(official_folder=str(tmp_path), embodiment_tag="my_robot")
+    assert processing.transform == ImageTransform((64, 64), 64, 0.75, path="albumentations")
+    assert processing.data.color_jitter == (0.0, 0.0, 0.0, 0.1)
+    wide = {name: replace(camera, width=160) for name, camera in processing.info.cameras.items()}
+    with pytest.raises(UserError, match=r"128 × 160.*data.letter_box=true"):
+        build(replace(processing.info, cameras=wide), official_folder=str(tmp_path), embodiment_tag="my_robot")
+    kwargs["shortest_image_edge"] = 100
+    (tmp_path / "processor_config.json").write_text(json.dumps({"processor_kwargs": kwargs}))
+    with pytest.raises(UserError, match="to 96"):
         build(official_folder=str(tmp_path), embodiment_tag="my_robot")
-
-
-def test_modality_file_orders_the_cameras(build, parts, tmp_path):
-    info = replace(parts[-1].info, path=tmp_path)
-    assert build(info).cameras == ("scene", "wrist")
-    (tmp_path / "meta").mkdir()
-    videos = {"hand": {"original_key": "observation.images.wrist"}, "scene": {}}
-    (tmp_path / "meta" / "modality.json").write_text(json.dumps({"video": videos}))
-    assert build(info).cameras == ("wrist", "scene")
 
 
 @pytest.mark.parametrize("changes, message", [
