@@ -114,16 +114,18 @@ def _backward_kernel(
         if LAYER:
             x -= tl.load(mean_ptr + row, mask=row_ok, other=0.0)[:, None]
         unit = tl.where(keep, x * rstd, 0.0)
-        dscale += tl.sum(dy * unit, axis=0)
-        dshift += tl.sum(dy, axis=0)
+        if dscale_ptr is not None:
+            dscale += tl.sum(dy * unit, axis=0)
+            dshift += tl.sum(dy, axis=0)
         h = dy * gain
         dx = h - unit * (tl.sum(h * unit, axis=1)[:, None] / n_cols)
         if LAYER:
             dx -= tl.sum(h, axis=1)[:, None] / n_cols
         tl.store(dx_ptr + row[:, None] * n_cols + cols[None, :], (dx * rstd).to(dx_ptr.dtype.element_ty), mask=keep)
-    out = (share.to(tl.int64) * tl.num_programs(0) + pair) * n_cols + cols
-    tl.store(dscale_ptr + out, dscale.to(dscale_ptr.dtype.element_ty), mask=col_ok)
-    tl.store(dshift_ptr + out, dshift.to(dshift_ptr.dtype.element_ty), mask=col_ok)
+    if dscale_ptr is not None:
+        out = (share.to(tl.int64) * tl.num_programs(0) + pair) * n_cols + cols
+        tl.store(dscale_ptr + out, dscale.to(dscale_ptr.dtype.element_ty), mask=col_ok)
+        tl.store(dshift_ptr + out, dshift.to(dshift_ptr.dtype.element_ty), mask=col_ok)
 
 
 # ---- launchers and registration
@@ -150,24 +152,28 @@ def _forward(
     return y, mean, rstd
 
 
-def _backward_fake(dy, x, scale, index, mean, rstd, layer):
-    return x.new_empty(x.shape), scale.new_empty(scale.shape), scale.new_empty(scale.shape)
+def _backward_fake(dy, x, scale, index, mean, rstd, layer, modulated):
+    shape = scale.shape if modulated else (0,)
+    return x.new_empty(x.shape), scale.new_empty(shape), scale.new_empty(shape)
 
 
 @op("ada_norm_backward", _backward_fake)
 def _backward(
-    dy: Tensor, x: Tensor, scale: Tensor, index: Tensor | None, mean: Tensor, rstd: Tensor, layer: bool
+    dy: Tensor, x: Tensor, scale: Tensor, index: Tensor | None, mean: Tensor, rstd: Tensor, layer: bool, modulated: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """`modulated`: whether scale and shift get gradients; empty ones otherwise."""
     dy, x, scale = side_by_side(dy), side_by_side(x), side_by_side(scale)
     (b, t, d), tile, over = x.shape, row_tile(x.shape[-1], backward=True), Spread.of(x, scale, index, True)
     shares = over.shares(tile.rows, 1, x.device)
     dx = x.new_empty(x.shape)
-    dscale, dshift = room_for_shares(shares, scale), room_for_shares(shares, scale)
+    dscale, dshift = (room_for_shares(shares, scale) if modulated else None for _ in range(2))
     launch(
         _backward_kernel, (b * over.segments, shares), dy, x, scale, over.starts, mean, rstd, dx, dscale, dshift,
         over.segments, t, over.run, d, dy.stride(0), dy.stride(1), x.stride(0), x.stride(1), *scale.stride()[:2],
         ROWS=tile.rows, WIDTH=tile.width, LAYER=layer, num_warps=tile.num_warps,
     )  # fmt: skip
+    if dscale is None or dshift is None:
+        return dx, scale.new_empty(0), scale.new_empty(0)
     return dx, add_shares(dscale, scale), add_shares(dshift, scale)
 
 
@@ -180,8 +186,10 @@ def _save(ctx, inputs, output):
 
 def _gradients(ctx, dy, *_):
     x, scale, index, mean, rstd = ctx.saved_tensors
-    dx, dscale, dshift = _backward(dy, x, scale, index, mean, rstd, ctx.layer)
-    return dx, dscale, dshift.to(ctx.shift_dtype), None, None, None
+    _, scale_grad, shift_grad, *_ = ctx.needs_input_grad
+    dx, dscale, dshift = _backward(dy, x, scale, index, mean, rstd, ctx.layer, scale_grad or shift_grad)
+    modulation = dscale if scale_grad else None, dshift.to(ctx.shift_dtype) if shift_grad else None
+    return dx, *modulation, None, None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_save)

@@ -8,7 +8,7 @@ The tests use it (in Triton's interpreter), the benchmark on a GPU before it tim
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -150,6 +150,12 @@ def compare_all(op: str, case: str, dtype: torch.dtype, device: str = "cpu") -> 
     """`compare` in each layout, by names: what a process of its own can be asked for."""
     spec, sized = case_of(op, case)
     return {layout: compare(spec, sized, dtype, device, layout) for layout in layouts_of(case)}
+
+
+def compare_frozen(op: str, case: str, dtype: torch.dtype = torch.float32) -> list[Difference]:
+    """`compare` where nothing but the op's first input asks for a gradient: weights and modulations are frozen."""
+    spec, sized = case_of(op, case)
+    return compare(replace(spec, grads=spec.grads[:1]), sized, dtype)
 
 
 class _Above(TorchFunctionMode):

@@ -76,14 +76,16 @@ def _backward_kernel(
         keep = (token < last)[:, None] & col_ok[None, :]
         wide = token.to(tl.int64)
         dy_at = (batch * dy_b + wide * dy_t)[:, None] + cols[None, :]
-        x_at = (batch * x_b + wide * x_t)[:, None] + cols[None, :]
         dy = tl.load(dy_ptr + dy_at, mask=keep, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + x_at, mask=keep, other=0.0).to(tl.float32)
-        dgate += tl.sum(dy * x, axis=0)
+        if dgate_ptr is not None:
+            x_at = (batch * x_b + wide * x_t)[:, None] + cols[None, :]
+            x = tl.load(x_ptr + x_at, mask=keep, other=0.0).to(tl.float32)
+            dgate += tl.sum(dy * x, axis=0)
         dx_at = (batch * n_tokens + wide)[:, None] * n_cols + cols[None, :]
         tl.store(dx_ptr + dx_at, (dy * gate).to(dx_ptr.dtype.element_ty), mask=keep)
-    out = (share.to(tl.int64) * tl.num_programs(0) + pair) * n_cols + cols
-    tl.store(dgate_ptr + out, dgate.to(dgate_ptr.dtype.element_ty), mask=col_ok)
+    if dgate_ptr is not None:
+        out = (share.to(tl.int64) * tl.num_programs(0) + pair) * n_cols + cols
+        tl.store(dgate_ptr + out, dgate.to(dgate_ptr.dtype.element_ty), mask=col_ok)
 
 
 # ---- launchers and registration
@@ -113,23 +115,25 @@ def _forward(h: Tensor, x: Tensor, gate: Tensor, index: Tensor | None) -> Tensor
     return y
 
 
-def _backward_fake(dy, x, gate, index):
-    return x.new_empty(x.shape), gate.new_empty(gate.shape)
+def _backward_fake(dy, x, gate, index, gate_grad):
+    return x.new_empty(x.shape), gate.new_empty(gate.shape if gate_grad else 0)
 
 
 @op("gated_residual_backward", _backward_fake)
-def _backward(dy: Tensor, x: Tensor, gate: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
+def _backward(
+    dy: Tensor, x: Tensor, gate: Tensor, index: Tensor | None, gate_grad: bool
+) -> tuple[Tensor, Tensor]:
     dy, x, gate = side_by_side(dy), side_by_side(x), side_by_side(gate)
     (b, t, d), over = x.shape, Spread.of(x, gate, index, backward=True)
     rows, width = _tile(d)
     shares = over.shares(rows, cdiv(d, width), x.device)
-    dx, dgate = x.new_empty(x.shape), room_for_shares(shares, gate)
+    dx, dgate = x.new_empty(x.shape), room_for_shares(shares, gate) if gate_grad else None
     launch(
         _backward_kernel, (b * over.segments, shares, cdiv(d, width)), dy, x, gate, over.starts, dx, dgate,
         over.segments, t, over.run, d, dy.stride(0), dy.stride(1), x.stride(0), x.stride(1), gate.stride(0),
         gate.stride(1), ROWS=rows, WIDTH=width, num_warps=FLAT.num_warps,
     )  # fmt: skip
-    return dx, add_shares(dgate, gate)
+    return dx, gate.new_empty(0) if dgate is None else add_shares(dgate, gate)
 
 
 def _save(ctx, inputs, output):
@@ -138,8 +142,9 @@ def _save(ctx, inputs, output):
 
 def _gradients(ctx, dy):
     x, gate, index = ctx.saved_tensors
-    dx, dgate = _backward(dy, x, gate, index)
-    return dy, dx, dgate, None
+    gate_grad = ctx.needs_input_grad[2]
+    dx, dgate = _backward(dy, x, gate, index, gate_grad)
+    return dy, dx, dgate if gate_grad else None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_save)

@@ -177,8 +177,9 @@ def _backward_kernel(
         da, db = load_pairs(dy_at_ptr, dy_at, row_ok, n_pairs, ROWS, PAIRS, INTERLEAVED)
         cos, sin = _angles(cos_ptr, sin_ptr, batch, token, row_ok, n_pairs, table_b, table_t, PAIRS, WHOLE)
         da, db = turn(da, db, cos, sin, True)
-        dga += da * a
-        dgb += db * b
+        if partial_ptr is not None:
+            dga += da * a
+            dgb += db * b
         ga, gb = _gain(weight_ptr, head, row_ok, n_pairs, ROWS, PAIRS, WHOLE, INTERLEAVED, PLUS_ONE)
         da, db = da * ga, db * gb
         mean = _mean(da * a, db * b, width, WHOLE)
@@ -187,7 +188,9 @@ def _backward_kernel(
         da, db = (da - a * mean) * rstd, (db - b * mean) * rstd
         dx_at_ptr, dx_at = _heads(dx_ptr, batch, token, head, dx_b, dx_t, dx_h, WHOLE)
         store_pairs(dx_at_ptr, dx_at, row_ok, n_pairs, da, db, ROWS, PAIRS, INTERLEAVED)
-    if WHOLE:
+    if partial_ptr is None:
+        pass
+    elif WHOLE:
         lane = tl.arange(0, ROWS)
         partial_ptr += program.to(tl.int64) * width
         store_pairs(partial_ptr, lane * (2 * n_pairs), lane < n_heads, n_pairs, dga, dgb, ROWS, PAIRS, INTERLEAVED)
@@ -234,27 +237,29 @@ def _forward(
     return y, rstd
 
 
-def _backward_fake(dy, x, weight, cos, sin, rstd, interleaved, plus_one):
-    return torch.empty_like(side_by_side(x)), weight.new_empty(weight.shape)
+def _backward_fake(dy, x, weight, cos, sin, rstd, interleaved, plus_one, weight_grad):
+    return torch.empty_like(side_by_side(x)), weight.new_empty(weight.shape if weight_grad else 0)
 
 
 @op("norm_rope_backward", _backward_fake)
 def _backward(
-    dy: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rstd: Tensor, interleaved: bool, plus_one: bool
-) -> tuple[Tensor, Tensor]:
+    dy: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rstd: Tensor, interleaved: bool, plus_one: bool,
+    weight_grad: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     dy, x, (cos, sin) = side_by_side(dy), side_by_side(x), rope.strides_alike(cos, sin)
     weight = weight.contiguous()
     (b, t, h, k), whole = x.shape, weight.shape[0] != x.shape[-1]
     rows, pairs, warps, tiles = _tile(x, whole, backward=True)
     count = programs(tiles, x.device)
-    dx, partial = torch.empty_like(x), x.new_empty((count, weight.shape[0]), dtype=torch.float32)
+    dx = torch.empty_like(x)
+    partial = x.new_empty((count, weight.shape[0]), dtype=torch.float32) if weight_grad else None
     launch(
         _backward_kernel, (count,), dy, x, weight, cos, sin, rstd, dx, partial, tiles, b * t, t, h, k // 2,
         weight.shape[0], *dy.stride()[:3], *x.stride()[:3], *dx.stride()[:3],
         cos.stride(0) if cos.ndim == 3 else 0, cos.stride(-2),
         ROWS=rows, PAIRS=pairs, WHOLE=whole, INTERLEAVED=interleaved, PLUS_ONE=plus_one, num_warps=warps,
     )  # fmt: skip
-    return dx, partial.sum(0).to(weight.dtype)
+    return dx, weight.new_empty(0) if partial is None else partial.sum(0).to(weight.dtype)
 
 
 def _save(ctx, inputs, output):
@@ -264,8 +269,9 @@ def _save(ctx, inputs, output):
 
 
 def _gradients(ctx, dy, _):
-    dx, dweight = _backward(dy, *ctx.saved_tensors, ctx.interleaved, ctx.plus_one)
-    return dx, dweight, None, None, None, None, None, None
+    weight_grad = ctx.needs_input_grad[1]
+    dx, dweight = _backward(dy, *ctx.saved_tensors, ctx.interleaved, ctx.plus_one, weight_grad)
+    return dx, dweight if weight_grad else None, None, None, None, None, None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_save)

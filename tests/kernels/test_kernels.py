@@ -49,6 +49,13 @@ def test_values_and_gradients_in_the_interpreter(interpreted, op: str, case: str
     assert len(grads) >= len(OPS[op].grads) - 1  # an optional input may be absent in a case
 
 
+@pytest.mark.parametrize(("op", "case"), [case for case in ODD if len(OPS[case.values[0]].grads) > 1])
+def test_frozen_weights_get_no_gradient(interpreted, op: str, case: str) -> None:
+    found = interpreted(check.compare_frozen, op, case)
+    assert all(d.ok for d in found), found
+    assert [d.name for d in found if d.name.startswith("grad")] == [f"grad {OPS[op].grads[0]}"]
+
+
 @pytest.mark.parametrize(("op", "case"), ODD)
 def test_registration(interpreted, op: str, case: str) -> None:
     """Declared mutations, fake shapes and strides, autograd and symbolic tracing of the registered ops."""
