@@ -6,7 +6,7 @@
 Facts: ColorJitter of Albumentations and torchvision, which Isaac-GR00T trains with. Computed in fp32 and rounded once,
 where those round after each of the four.
 
-Axes: V views, H W pixels.
+Axes: V views, C = 3 channels, H W pixels; values in [0, 1].
 """
 
 from __future__ import annotations
@@ -14,44 +14,57 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
+from torch import Tensor
 
-GREY = np.array([0.299, 0.587, 0.114], np.float32)
+GREY = (0.299, 0.587, 0.114)
 
 
-def jitter(views_VHW3: np.ndarray, widths: Sequence[float], rng: np.random.Generator) -> np.ndarray:
+def jitter(views_VHWC: np.ndarray, widths: Sequence[float], rng: np.random.Generator) -> np.ndarray:
     """uint8 in and out. `widths`: of brightness, contrast, saturation (factors in 1 ± width, at least 0) and hue (turns
     in ± width)."""
     order = rng.permutation(len(CHANGES))
     draws = [rng.uniform(max(0.0, 1 - width), 1 + width) for width in widths[:3]] + [rng.uniform(-widths[3], widths[3])]
-    x = views_VHW3.astype(np.float32) / 255
+    # One plane a channel: each step then runs over contiguous memory.
+    x_VCHW = torch.from_numpy(views_VHWC).permute(0, 3, 1, 2).contiguous().float().div_(255)
     for which in order:
         if widths[which]:
-            x = np.clip(CHANGES[which](x, np.float32(draws[which])), 0, 1)
-    return np.rint(x * 255).astype(np.uint8)
+            x_VCHW = CHANGES[which](x_VCHW, float(draws[which])).clamp_(0, 1)
+    return x_VCHW.mul_(255).round_().to(torch.uint8).permute(0, 2, 3, 1).contiguous().numpy()
 
 
-def brightness(x: np.ndarray, factor: np.float32) -> np.ndarray:
-    return x * factor
+def grey(x_VCHW: Tensor) -> Tensor:
+    """[V, H, W]"""
+    r, g, b = x_VCHW.unbind(1)
+    return (r * GREY[0]).add_(g, alpha=GREY[1]).add_(b, alpha=GREY[2])
 
 
-def contrast(x: np.ndarray, factor: np.float32) -> np.ndarray:
-    mean_V111 = (x @ GREY).mean((1, 2), dtype=np.float64).astype(np.float32)[:, None, None, None]
-    return x * factor + mean_V111 * (1 - factor)
+def brightness(x_VCHW: Tensor, factor: float) -> Tensor:
+    return x_VCHW * factor
 
 
-def saturation(x: np.ndarray, factor: np.float32) -> np.ndarray:
-    return x * factor + (x @ GREY)[..., None] * (1 - factor)
+def contrast(x_VCHW: Tensor, factor: float) -> Tensor:
+    mean_V = x_VCHW.mean((2, 3)) @ torch.tensor(GREY)
+    return x_VCHW * factor + mean_V[:, None, None, None] * (1 - factor)
 
 
-def hue(x: np.ndarray, turns: np.float32) -> np.ndarray:
-    """Turns the colour circle; lightest and darkest channel, so value and saturation, stay."""
-    value, spread = x.max(-1), np.ptp(x, -1)
-    r, g, b = np.moveaxis(x, -1, 0)
-    safe = np.where(spread == 0, np.float32(1), spread)
-    sixth = np.where(value == r, (g - b) / safe, np.where(value == g, 2 + (b - r) / safe, 4 + (r - g) / safe))
-    turned = sixth + np.float32(6) * turns
-    place = (np.array([5, 3, 1], np.float32) + turned[..., None]) % 6
-    return value[..., None] - spread[..., None] * np.clip(np.minimum(place, 4 - place), 0, 1)
+def saturation(x_VCHW: Tensor, factor: float) -> Tensor:
+    return torch.lerp(grey(x_VCHW)[:, None], x_VCHW, factor)
+
+
+def hue(x_VCHW: Tensor, turns: float) -> Tensor:
+    """Turns the colour circle; the largest and the smallest channel of a pixel keep their values."""
+    r, g, b = x_VCHW.unbind(1)
+    value = x_VCHW.amax(1)
+    spread = value - x_VCHW.amin(1)
+    safe = spread.clamp_min(1e-12)  # where nothing is spread, whatever comes out is multiplied by 0
+    sixth = torch.where(value == r, (g - b) / safe, torch.where(value == g, 2 + (b - r) / safe, 4 + (r - g) / safe))
+    out_VCHW = torch.empty_like(x_VCHW)
+    for channel, first in enumerate((5, 3, 1)):
+        place = (sixth + (first + 6 * turns)).remainder_(6)
+        share = torch.minimum(place, 4 - place).clamp_(0, 1)
+        torch.addcmul(value, spread, share, value=-1, out=out_VCHW[:, channel])
+    return out_VCHW
 
 
 CHANGES = (brightness, contrast, saturation, hue)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from vlaforge.data.errors import UserError
 from vlaforge.data.prepare import prepare
@@ -169,10 +170,10 @@ def test_statistics_of_another_robot_are_refused(build, tmp_path):
 
 
 def test_hue_turns_the_circle_of_hsv():
-    pixels = np.random.default_rng(0).random((1, 5, 7, 3)).astype(np.float32)
-    pixels[0, 0] = 0.4  # grey has no hue
-    turned = colour.hue(pixels, np.float32(0.3)).reshape(-1, 3)
-    for rgb, ours in zip(pixels.reshape(-1, 3), turned):
+    pixels_1CHW = torch.from_numpy(np.random.default_rng(0).random((1, 3, 5, 7)).astype(np.float32))
+    pixels_1CHW[..., 0] = 0.4  # grey has no hue
+    turned_1CHW = colour.hue(pixels_1CHW, 0.3)
+    for rgb, ours in zip(pixels_1CHW[0].flatten(1).T, turned_1CHW[0].flatten(1).T):
         h, s, v = colorsys.rgb_to_hsv(*rgb.tolist())
         np.testing.assert_allclose(ours, colorsys.hsv_to_rgb((h + 0.3) % 1, s, v), atol=1e-5)
 
