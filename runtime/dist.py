@@ -13,8 +13,6 @@ import hashlib
 import os
 import signal
 import sys
-import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -29,11 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vlaforge.data.errors import UserError
 from vlaforge.runtime.args import TrainingArgs
+from vlaforge.runtime.heartbeat import Heartbeat
 from vlaforge.runtime.optim.base import Leaf
 from vlaforge.runtime.ranks import Ranks
 from vlaforge.runtime.wrap import keep_gathered, sharded_modules, strategy_of, wrap_ddp, wrap_fsdp
-
-BEAT_S = 1.0
 
 
 def launched() -> bool:
@@ -86,7 +83,7 @@ class ProcessRanks(Ranks):
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.strategy = strategy_of(args, self.world)
         self._shard_group: dist.ProcessGroup | None = None
-        self._beat = _Heartbeat(store, self.rank)
+        self._beat = Heartbeat(store, self.rank)
 
     def __enter__(self) -> ProcessRanks:
         self._beat.start()
@@ -213,6 +210,11 @@ class ProcessRanks(Ranks):
         except RuntimeError as error:
             raise RuntimeError(f"{error}\n{self.absent()}") from error
 
+    def failed_first(self) -> bool:
+        """Tells the others that this rank fails; whether none had before. A rank says so while its connections still
+        stand, so those that fail for want of it come after."""
+        return self._beat.first_of("failed")
+
     def absent(self) -> str:
         """Who did not come: from what the ranks last told."""
         return self._beat.report(self.world)
@@ -236,54 +238,3 @@ def _die_with_parent() -> None:
         ctypes.CDLL("libc.so.6").prctl(set_death_signal, signal.SIGTERM)
     except OSError:
         return
-
-
-class _Heartbeat:
-    """Writes (step, time) of this rank to the store every second, from a thread that a stalled step cannot hold up."""
-
-    def __init__(self, store: Any, rank: int):
-        self.store, self.rank, self.step = store, rank, 0
-        self._since = time.time()
-        self._shown = 0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._ended.set()
-        self._thread.join(timeout=2 * BEAT_S)
-
-    def _run(self) -> None:
-        while not self._ended.wait(BEAT_S):
-            if self.step != self._shown:
-                self._shown, self._since = self.step, time.time()
-            try:
-                self.store.set(f"forge/beat/{self.rank}", f"{self.step} {self._since:.0f} {time.time():.0f}")
-            except Exception:
-                return
-
-    def report(self, world: int) -> str:
-        """One sentence about the ranks that are behind, or silent."""
-        try:
-            # `get` would wait for a rank that has not told anything yet.
-            early = [rank for rank in range(world) if not self.store.check([f"forge/beat/{rank}"])]
-            if early:
-                return f"Rank {', '.join(map(str, early))} had only begun."
-            told = {rank: self.store.get(f"forge/beat/{rank}").decode().split() for rank in range(world)}
-        except Exception:
-            return "Which rank failed is not known: the launcher's store has gone."
-        steps = {rank: int(words[0]) for rank, words in told.items()}
-        silent = [rank for rank, words in told.items() if time.time() - int(words[2]) > 5 * BEAT_S]
-        behind = [rank for rank, step in steps.items() if step < max(steps.values())]
-        if silent:
-            return f"Rank {', '.join(map(str, silent))} no longer answers (its process has ended or is stopped)."
-        if behind:
-            rank = behind[0]
-            waited = time.time() - int(told[rank][1])
-            return (
-                f"Rank {', '.join(map(str, behind))} stalls: it has been in step {steps[rank]} for {waited:.0f} s, the "
-                f"others wait in step {max(steps.values())}."
-            )
-        return f"All ranks are in step {max(steps.values())}."

@@ -7,16 +7,23 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from vlaforge.data.errors import UserError
 from vlaforge.runtime.args import TrainingArgs
 
 LAST_LINES = 15
+FOLLOWED = os.EX_TEMPFAIL
+"""Exit code of a rank that failed after another had: most often it only lost its peer."""
+SAME_POLL_S = 1
+"""Failures this far apart (torchelastic stamps whole seconds) were found in one look at the ranks; what ends later was
+ended by the launcher, first with SIGTERM, half a minute later with SIGKILL."""
 
 
 def gpus_unused(args: TrainingArgs) -> str | None:
@@ -64,11 +71,29 @@ def launch(args: TrainingArgs, argv: Sequence[str]) -> int:
         print(f"forge-run: the job was ended by {error.sigval.name}; its ranks saved what they could.", file=sys.stderr)
         return 128 + int(error.sigval)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
+        rank, failure = cause(error.failures)
         print(failure_text(rank, failure.exitcode, _last_words(logs, rank)), file=sys.stderr)
-        return failure.exitcode if 0 < failure.exitcode < 128 else 1
+        return failure.exitcode if 0 < failure.exitcode < 128 and failure.exitcode != FOLLOWED else 1
     finally:
         shutil.rmtree(logs, ignore_errors=True)
+
+
+def cause(failures: Mapping[int, Any]) -> tuple[int, Any]:
+    """The rank that took the job down, with its torchelastic ``ProcessFailure``, of all by rank.
+
+    By time alone it cannot be told: the others lose their peer within milliseconds. A rank that a signal ended did not
+    do so in consequence of another; then come those that failed by themselves, then those that followed them.
+    """
+    first = min(failure.timestamp for failure in failures.values())
+
+    def order(item: tuple[int, Any]) -> tuple[int, int, int]:
+        rank, failure = item
+        killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
+        kind = 0 if killed else 1 if failure.exitcode != FOLLOWED else 2
+        ended_here = failure.timestamp > first + SAME_POLL_S or failure.exitcode == -signal.SIGTERM
+        return (3 if ended_here else kind), failure.timestamp, rank
+
+    return min(failures.items(), key=order)
 
 
 def failure_text(rank: int, code: int, words: Sequence[str]) -> str:

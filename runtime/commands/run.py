@@ -91,6 +91,7 @@ def train_as_rank(resolved: Resolved) -> int:
     """This process's part of a job of several ranks. A restarted job resumes by itself."""
     from vlaforge.runtime import dist
     from vlaforge.runtime.checkpoint.store import Checkpoints
+    from vlaforge.runtime.launch import FOLLOWED
     from vlaforge.runtime.setup import pick_device
 
     args = resolved.args
@@ -102,12 +103,14 @@ def train_as_rank(resolved: Resolved) -> int:
         try:
             code = train(resolved, Console(quiet=not ranks.leads), ranks)
         except UserError:
+            ranks.failed_first()
             raise
         except Exception:
+            first = ranks.failed_first()
             traceback.print_exc()
             print(f"forge-run: rank {ranks.rank} stopped. {ranks.absent()}", file=sys.stderr, flush=True)
             # Ending in the ordinary way would wait for collectives that never complete.
-            dist.end(1)
+            dist.end(1 if first else FOLLOWED)
     dist.end(code)
     return code
 
@@ -145,7 +148,8 @@ def show_plan(resolved: Resolved, console: Console) -> int:
 
 def dry_run(resolved: Resolved, console: Console) -> int:
     """``--dry-run``: every check, then the memory that a step will need."""
-    from vlaforge.runtime.preflight import memory_report, preflight
+    from vlaforge.runtime.memory import memory_report
+    from vlaforge.runtime.preflight import meta_model, plan_options, preflight
 
     for note in resolved.notes:
         console.say(f"note  {note}")
@@ -153,7 +157,7 @@ def dry_run(resolved: Resolved, console: Console) -> int:
     for note in setup.notes:
         console.say(f"note  {note}")
     console.say()
-    console.say(memory_report(setup))
+    console.say(memory_report(setup, meta_model(setup), plan_options(resolved.args, setup.device)))
     console.say()
     console.say("All checks passed; nothing was trained (--dry-run).")
     return 0

@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from vlaforge.runtime.checkpoint.store import Checkpoints
+from vlaforge.runtime.launch import FOLLOWED, cause
 
 RANKS = 2
 FLAGS = [
@@ -100,6 +102,26 @@ def job(tmp_path):
             if alive(pid):
                 os.kill(pid, signal.SIGKILL)
         one.log.close()
+
+
+@pytest.mark.parametrize(
+    "ended, culprit",
+    [
+        ({0: (1, 0), 1: (-signal.SIGKILL, 0)}, 1),  # rank 0 noticed before the launcher looked
+        ({0: (1, 0), 1: (-signal.SIGSEGV, 1)}, 1),  # the second turned in between
+        ({0: (FOLLOWED, 0), 1: (FOLLOWED, 0), 2: (1, 0)}, 2),
+        ({0: (FOLLOWED, 0), 1: (2, 1)}, 1),
+        ({0: (1, 0), 1: (-signal.SIGKILL, 30)}, 0),  # rank 1 stalls, and the launcher had to kill it
+        ({0: (-signal.SIGTERM, 0), 1: (1, 0)}, 1),  # the launcher ends what still runs
+        ({0: (-signal.SIGTERM, 12), 1: (-signal.SIGTERM, 12), 2: (FOLLOWED, 0)}, 2),
+    ],
+)
+def test_the_rank_that_caused_it(ended, culprit, tmp_path):
+    failures = {}
+    for rank, (code, after_s) in ended.items():
+        failures[rank] = ProcessFailure(rank, 1000 + rank, code, str(tmp_path / "none"))
+        failures[rank].timestamp = 1_700_000_000 + after_s
+    assert cause(failures) == (culprit, failures[culprit])
 
 
 def test_a_killed_rank_ends_the_job(job):
