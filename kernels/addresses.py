@@ -4,9 +4,9 @@ A row of the table is a tensor's addresses (one for each list it is part of), it
 takes one chunk of `BLOCK` · `BLOCKS` elements. What depends on lengths alone is kept by lengths; the table is kept as
 long as the addresses do not change, and sent again (from pinned memory, without waiting) when they do.
 
-While a CUDA graph is captured nothing may be allocated on the host, so every table is made with a spare pair of
-buffers, of which a capture takes one and keeps it. A first step before the capture is therefore needed, as it is
-anyway.
+While a CUDA graph is captured nothing may be allocated, on the host or outside of the graph's pool. Tables of a capture
+therefore lie in a `Store` that was reserved before, by the steps that ran without a graph (a capture needs such a
+warm-up anyway). What a graph reads is never given back or written again: a replay sends the same numbers once more.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ BLOCK, BLOCKS = 1024, 8
 CHUNK = BLOCK * BLOCKS
 _MOST = 64
 
+Columns = tuple[tuple[int, ...], ...]
+"""What a table holds: for each list the addresses, then the lengths, then the first chunks."""
 
 _TL = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -59,10 +61,54 @@ class Addresses:
         return cls(_table((*columns, lengths, first), device), owner, owner.shape[0], aligned)
 
 
+class Store:
+    """Room for the tables of captured graphs: pinned memory and as much on the device, given out in order, for good.
+
+    Args:
+        size: int64 numbers.
+    """
+
+    LEAST = 1 << 19
+
+    def __init__(self, size: int, device: torch.device):
+        self.host = torch.empty(size, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.table = torch.empty(size, dtype=torch.int64, device=device)
+        self.used = 0
+
+    @property
+    def room(self) -> int:
+        return self.table.shape[0] - self.used
+
+    def put(self, columns: Columns) -> Tensor:
+        """The table [n, columns], in a place of its own; KernelError when there is no room for it."""
+        shape = len(columns[0]), len(columns)
+        count, start = shape[0] * shape[1], self.used
+        if count > self.room:
+            raise KernelError("take one optimiser step before capturing it: its table of addresses is not there yet")
+        self.used = min(start + cdiv(count, 16) * 16, self.table.shape[0])  # rows start at 128 bytes
+        host, table = (part[start : start + count].view(shape) for part in (self.host, self.table))
+        return _send(columns, host, table)
+
+
 _owners: OrderedDict[tuple, tuple[Tensor, tuple[int, ...]]] = OrderedDict()
 _tables: OrderedDict[tuple, Tensor] = OrderedDict()
-_spare: dict[tuple, tuple[Tensor, Tensor]] = {}
-_captured: list[tuple[Tensor, Tensor]] = []
+_stores: dict[torch.device, list[Store]] = {}
+_captured: list[Tensor] = []
+"""Owners that a graph reads, so that they outlive `_owners`."""
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether launches on `device` are being recorded into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def reserve(device: torch.device) -> Store:
+    """The device's store, with room for all tables that are in use: more than one step has."""
+    stores = _stores.setdefault(device, [])
+    need = sum(table.numel() + 16 for (_, place), table in _tables.items() if place == device)
+    if not stores or stores[-1].room < need:
+        stores.append(Store(max(Store.LEAST, 4 * need), device))
+    return stores[-1]
 
 
 def _kept(store: OrderedDict, key: tuple, make):
@@ -79,38 +125,37 @@ def _owner(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, tupl
     """(tensor of each chunk, first chunk of each tensor)."""
 
     def make() -> tuple[Tensor, tuple[int, ...]]:
+        if capturing(device):
+            raise KernelError("take one optimiser step before capturing it: these tensors were not seen yet")
         counts = torch.tensor([cdiv(length, CHUNK) for length in lengths])
         owner = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), counts)
         first = torch.cumsum(counts, 0) - counts
         return owner.to(device), tuple(first.tolist())
 
-    return _kept(_owners, (lengths, device), make)
+    found = _kept(_owners, (lengths, device), make)
+    if capturing(device):
+        _captured.append(found[0])
+    return found
 
 
-def _table(columns: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+def _table(columns: Columns, device: torch.device) -> Tensor:
     """The table [n, columns] on the device."""
-    if device.type != "cuda":
-        return torch.tensor(columns, dtype=torch.int64).T.contiguous()
-    shape = (len(columns[0]), len(columns), device)
-    if torch.cuda.is_current_stream_capturing():
-        if shape not in _spare:
+    if capturing(device):
+        if device not in _stores:
             raise KernelError("take one optimiser step before capturing it: its table of addresses is not there yet")
-        _captured.append(_spare.pop(shape))
-        return _send(columns, *_captured[-1])
+        return _stores[device][-1].put(columns)
 
     def make() -> Tensor:
-        for store in ("spare", "now"):
-            if store == "now" or shape not in _spare:
-                host = torch.empty(shape[0], shape[1], dtype=torch.int64, pin_memory=True)
-                pair = host, torch.empty_like(host, device=device)
-                if store == "spare":
-                    _spare[shape] = pair
-        return _send(columns, *pair)
+        host = torch.empty(len(columns[0]), len(columns), dtype=torch.int64, pin_memory=device.type == "cuda")
+        return _send(columns, host, torch.empty_like(host, device=device))
 
-    return _kept(_tables, (columns, device), make)
+    table = _kept(_tables, (columns, device), make)
+    if device.type == "cuda":
+        reserve(device)
+    return table
 
 
-def _send(columns: tuple[tuple[int, ...], ...], host: Tensor, table: Tensor) -> Tensor:
+def _send(columns: Columns, host: Tensor, table: Tensor) -> Tensor:
     host.copy_(torch.tensor(columns, dtype=torch.int64).T)
     return table.copy_(host, non_blocking=True)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from vlaforge.data import images
 from vlaforge.kernels import adamw as adamw_op
+from vlaforge.kernels import addresses
 from vlaforge.kernels.ada_norm import ada_norm
 from vlaforge.kernels.adamw import adamw
 from vlaforge.kernels.addresses import Addresses
@@ -20,6 +23,7 @@ from vlaforge.kernels.linear_cross_entropy import linear_cross_entropy
 from vlaforge.kernels.masked_mse import masked_mse
 from vlaforge.kernels.rms_norm import rms_norm
 from vlaforge.kernels.rotary import rotary
+from vlaforge.kernels.spec import KernelError
 from vlaforge.kernels.square_sums import square_sums
 from vlaforge.models.blocks import modulation as blocks
 from vlaforge.models.blocks.norms import AdaRMSNorm, RMSNorm
@@ -190,9 +194,36 @@ def test_the_table_of_addresses() -> None:
     assert places.table[:, 3].tolist() == [20000, 5, 8192] and places.table[:, 4].tolist() == [0, 3, 4]
 
 
+def test_tables_of_captures_are_apart_and_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tables of one shape in a capture, and a second capture: each its own memory, which nothing writes again."""
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(addresses, "_stores", {})
+    monkeypatch.setattr(addresses, "_tables", OrderedDict())
+    monkeypatch.setattr(addresses.Store, "LEAST", 64)
+    parts = [[torch.zeros(20000), torch.zeros(5)] for _ in range(3)]
+    eager = [Addresses.of([part]).table for part in parts]
+    addresses.reserve(cpu)
+    monkeypatch.setattr(addresses, "capturing", lambda device: True)
+    first = [Addresses.of([part]).table for part in parts]
+    assert all(map(torch.equal, first, eager))
+    monkeypatch.setattr(addresses, "capturing", lambda device: False)
+    addresses.reserve(cpu)
+    monkeypatch.setattr(addresses, "capturing", lambda device: True)
+    second = [Addresses.of([part]).table for part in parts]
+    assert all(map(torch.equal, second, eager)) and all(map(torch.equal, first, eager))
+    starts = [table.data_ptr() for table in (*first, *second)]
+    assert len(set(starts)) == 6
+    assert all((a - b) % 128 == 0 for a in starts for b in starts[:3] if abs(a - b) < 8 * 64)
+    with pytest.raises(KernelError, match="take one optimiser step before"):
+        while True:
+            Addresses.of([parts[0]])
+    with pytest.raises(KernelError, match="were not seen yet"):
+        Addresses.of([[torch.zeros(77)]])
+
+
 @pytest.mark.gpu
 def test_adamw_in_a_captured_graph() -> None:
-    """Gradients get other addresses in the capture; a replay with new values takes the step that eager code takes."""
+    """Gradients get other addresses in each capture; replays of two graphs take the steps that eager code takes."""
     weights = [normal(300, 70).cuda(), normal(13, seed=1).cuda()]
     grads = [normal(*w.shape, seed=2).cuda() for w in weights]
     m, v = ([torch.zeros_like(w) for w in weights] for _ in range(2))
@@ -210,13 +241,16 @@ def test_adamw_in_a_captured_graph() -> None:
     with torch.cuda.stream(stream):
         step()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            step()
     for old, new in zip((weights, m, v), copies, strict=True):
         torch._foreach_copy_(old, new)
     scalars["step"].fill_(1)
-    graph.replay()
-    adamw_op.reference(copies[0], grads, copies[1], copies[2], ok=ok, **{**scalars, "step": torch.tensor(2.0).cuda()})
+    for number, graph in enumerate(graphs):
+        graph.replay()
+        taken = torch.tensor(2.0 + number).cuda()
+        adamw_op.reference(copies[0], grads, copies[1], copies[2], ok=ok, **{**scalars, "step": taken})
     for got, expected in zip(weights, copies[0], strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
