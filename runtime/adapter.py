@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +91,26 @@ def is_adapter(folder: Path | None) -> bool:
     return folder is not None and (folder / CONFIG).is_file()
 
 
+def adapt(model: nn.Module, args: TrainingArgs, found: Path | None) -> tuple[LoraConfig, list[str]]:
+    """Puts adapters into `model` (also one on the meta device) and loads those that the run takes up; returns their
+    configuration and the adapted paths. UserError when there is nothing to adapt, or an adapter does not fit."""
+    source, config = found or _source(args), chosen_config(args, found)
+    paths = inject(model, config)
+    if source is not None:
+        load_adapter(model, TensorFiles(source, STEM))
+    else:
+        _check_rank(model, paths, config.r)
+    return config, paths
+
+
+def _check_rank(model: nn.Module, paths: list[str], r: int) -> None:
+    """UserError where no adapted weight has as many rows and columns as the rank: an adapter would hold more than it
+    adapts."""
+    most = max(min(weight.shape[0], weight[0].numel()) for weight in (model.get_submodule(p).weight for p in paths))
+    if r > most:
+        raise UserError(f"--lora-r is {r}, but no adapted weight has a rank above {most}: choose less, often 16.")
+
+
 def attach(model: nn.Module, args: TrainingArgs, found: Path | None, note: Callable[[str], None]) -> None:
     """Adapts `model`, which has its base weights, as the flags say: fresh, from ``--lora-adapter``, or from the
     checkpoint `found` that the run resumes. Sets `model.lora`.
@@ -98,10 +119,8 @@ def attach(model: nn.Module, args: TrainingArgs, found: Path | None, note: Calla
         UserError: nothing to adapt, an adapter that does not fit, or one that was trained on another base.
     """
     source = found or _source(args)
-    config, meta = chosen_config(args, found), {}
-    if source is not None:
-        meta = json.loads((source / META).read_text()) if (source / META).is_file() else {}
-    paths = inject(model, config)
+    meta = _read(source / META) if source is not None and (source / META).is_file() else {}
+    config, paths = adapt(model, args, found)
     mark = fingerprint(model)
     known = meta.get("base_fingerprint")
     if known is not None and known != mark:
@@ -109,8 +128,6 @@ def attach(model: nn.Module, args: TrainingArgs, found: Path | None, note: Calla
             f"The adapter in '{source}' was trained on another base (fingerprint {known}, this one is {mark}): give "
             f"the same --pretrained-checkpoint, it was {meta.get('base_checkpoint')}."
         )
-    if source is not None:
-        load_adapter(model, TensorFiles(source, STEM))
     model.lora = Attached(config, tuple(paths), args.pretrained_checkpoint, mark)
     trains = sum(p.numel() for p in model.parameters() if p.requires_grad)
     total = sum(p.numel() for p in model.parameters())
@@ -142,12 +159,23 @@ def _peft_name(name: str, inside: Mapping[str, nn.Module]) -> str:
     return name
 
 
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON object of an adapter's folder."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"'{path}' cannot be read: {error}.") from error
+    if not isinstance(content, dict):
+        raise UserError(f"'{path}' does not hold the settings of an adapter: it is damaged.")
+    return content
+
+
 def read_config(folder: Path) -> LoraConfig:
     """The configuration of an adapter's folder, ours or peft's. UserError for what we cannot do."""
     path = folder / CONFIG
     if not path.is_file():
         raise UserError(f"'{folder}' is no LoRA adapter: it has no {CONFIG}.")
-    raw = json.loads(path.read_text(encoding="utf-8"))
+    raw = _read(path)
     odd = [name for name in ("use_dora", "rank_pattern", "alpha_pattern", "layers_to_transform") if raw.get(name)]
     if raw.get("peft_type") != "LORA" or odd:
         raise UserError(
@@ -157,6 +185,8 @@ def read_config(folder: Path) -> LoraConfig:
     if isinstance(targets, str):
         raise UserError(f"The adapter in '{folder}' names its modules by a regular expression: list them instead.")
     init = raw.get("init_lora_weights", True)
+    if any(not isinstance(raw.get(name), int | float) or raw[name] <= 0 for name in ("r", "lora_alpha")):
+        raise UserError(f"'{path}' lacks a rank r and a lora_alpha above 0: it is damaged.")
     return LoraConfig(
         r=int(raw["r"]),
         alpha=float(raw["lora_alpha"]),

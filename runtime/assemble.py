@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from vlaforge.data.errors import UserError
 from vlaforge.data.schema import Contract
 from vlaforge.graphs import Plan, StepParts, make_plan
 from vlaforge.graphs.passes.freeze import frozen_to_eval
 from vlaforge.runtime import meta
-from vlaforge.runtime.adapter import attach, is_adapter
+from vlaforge.runtime.adapter import attach
 from vlaforge.runtime.args import TrainingArgs
 from vlaforge.runtime.checkpoint import formats
+from vlaforge.runtime.checkpoint.resumed import check_kind
 from vlaforge.runtime.checkpoint.weights import load_model, load_pretrained, own_layout
 from vlaforge.runtime.ema import Ema
 from vlaforge.runtime.guards import Guard, GuardConfig, LossScale
@@ -67,9 +67,7 @@ def build_model(setup: Setup, found: Path | None, note: Callable[[str], None]) -
     model = family.model(setup.model_config)
     if found is not None:
         note(f"Resuming from {found}")
-        if is_adapter(found) != args.use_lora:
-            kind, do = ("a LoRA adapter", "add") if is_adapter(found) else ("a whole model", "leave out")
-            raise UserError(f"Checkpoint '{found}' is {kind}: {do} --use-lora to resume it.")
+        check_kind(found, args.use_lora)
     if found is not None and not args.use_lora:
         load_model(model, formats.read(found, "model"), own_layout())
     elif args.pretrained_checkpoint is not None:

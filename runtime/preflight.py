@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from vlaforge.data.collate import collate
+from vlaforge.data.dataset import DatasetInfo
 from vlaforge.data.errors import UserError
-from vlaforge.data.schema import sample_rng
+from vlaforge.data.schema import IMAGES, Sample, sample_rng
 from vlaforge.graphs import PlanOptions, make_plan
-from vlaforge.graphs.cost import step_cost
-from vlaforge.graphs.devices import GIB, device_kind
-from vlaforge.runtime.adapter import chosen_config
+from vlaforge.graphs.devices import device_kind
+from vlaforge.runtime.adapter import adapt
 from vlaforge.runtime.args import TrainingArgs
-from vlaforge.runtime.checkpoint.resumed import check_resumed
+from vlaforge.runtime.checkpoint.resumed import check_resumed, check_resumed_optimizer, check_resumed_weights
 from vlaforge.runtime.checkpoint.store import Checkpoints
 from vlaforge.runtime.checkpoint.weights import check_pretrained, find_weights
 from vlaforge.runtime.config import Resolved
-from vlaforge.runtime.lora import inject
+from vlaforge.runtime.memory import check_memory
 from vlaforge.runtime.optim import executor
 from vlaforge.runtime.params import build_groups_of, split_names
 from vlaforge.runtime.programs import options, program
@@ -58,12 +59,18 @@ def preflight(resolved: Resolved, passed: Passed = lambda name, what: None) -> S
     model = meta_model(setup)
     make_plan(model, setup.contract, plan_options(args, setup.device))
     passed("model", f"{sum(p.numel() for p in model.parameters()) / 1e6:,.1f} M parameters")
+    if found is not None:
+        check_resumed_weights(setup, model, found)
     if args.pretrained_checkpoint is not None:
         new = split_names(args.new_modules)
         account = check_pretrained(model, setup.resolved.family, args.pretrained_checkpoint, new)
         passed("checkpoint", f"{args.pretrained_checkpoint}, {account.text().splitlines()[0]}")
     check_trained(args, model, found)
-    check_sample(setup)
+    if found is not None:
+        check_resumed_optimizer(setup, model, found)
+    if not args.dry_run:
+        check_memory(args, model, setup.contract, plan_options(args, setup.device))
+    setup.notes += check_sample(setup)
     passed("first sample", "read, processed, and as the batch contract says")
     return setup
 
@@ -99,26 +106,47 @@ def check_resume(args: TrainingArgs, passed: Passed) -> Path:
 
 def meta_model(setup: Setup) -> torch.nn.Module:
     """The model as names and shapes."""
-    with torch.device("meta"):
-        return setup.resolved.family.model(setup.model_config)
+    try:
+        with torch.device("meta"):
+            return setup.resolved.family.model(setup.model_config)
+    except (ArithmeticError, RuntimeError, ValueError, IndexError) as error:
+        why = str(error).splitlines()[0].rstrip(".")
+        raise UserError(f"No model can be built with these settings of model.*: {why}.") from error
 
 
 def check_trained(args: TrainingArgs, model: torch.nn.Module, found: Path | None) -> None:
     """What is frozen, adapted and given a rate of its own is named rightly, and something is left to train."""
     if args.use_lora:
-        inject(model, chosen_config(args, found))
+        adapt(model, args, found)
     if not build_groups_of(args, model):
         raise UserError("Nothing to train: every parameter is frozen, so free some in --freeze-modules.")
 
 
-def check_sample(setup: Setup) -> None:
-    """The first training sample becomes a batch of the contract's names, shapes and dtypes."""
+def check_sample(setup: Setup) -> list[str]:
+    """The first training sample becomes a batch of the contract's names, shapes and dtypes; returns what its processing
+    warns of."""
     sample = setup.dataset.get(0, setup.processing.needs())
+    check_frames(setup.dataset.info, sample)
     rng = sample_rng(setup.args.seed, 0, 0, "augment")
-    try:
-        collate([setup.processing.sample(sample, rng, True)], setup.contract)
-    except ValueError as error:
-        raise UserError(f"The dataset does not fit the model: {error}.") from error
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        try:
+            collate([setup.processing.sample(sample, rng, True)], setup.contract)
+        except ValueError as error:
+            raise UserError(f"The dataset does not fit the model: {error}.") from error
+    return [str(one.message) for one in caught if one.category is UserWarning]
+
+
+def check_frames(info: DatasetInfo, sample: Sample) -> None:
+    """The frames have the size that the metadata gives, by which views are resized and batched."""
+    for name, camera in info.cameras.items():
+        frame = sample.get(IMAGES + name)
+        if frame is not None and tuple(frame.shape[-3:-1]) != (camera.height, camera.width):
+            height, width = frame.shape[-3:-1]
+            raise UserError(
+                f"{info.path}: frames of camera '{name}' are {height} x {width}, but its metadata says "
+                f"{camera.height} x {camera.width}: the metadata is not this data's; run `forge-data check` on it."
+            )
 
 
 # ------------------------------------------------------------------------------------------------- memory
@@ -142,34 +170,3 @@ def plan_options(args: TrainingArgs, device: torch.device) -> PlanOptions:
         world=world,
         strategy=strategy_of(args, world),
     )
-
-
-def memory_report(setup: Setup) -> str:
-    """Memory of one step on one device: weights, gradients, optimiser, activations; and whether it fits."""
-    options = plan_options(setup.args, setup.device)
-    memory = step_cost(meta_model(setup), setup.contract, options)[0].memory
-    lines = [f"memory of one device, batch {setup.args.per_device_batch_size}, {setup.args.dtype}:", memory.text()]
-    available = options.device_kind.memory or _machine_memory()
-    lines.append(f"{'available':<14}{available / GIB:9.2f} GiB")
-    if memory.total > available:
-        lines.append(advice(setup.args, memory.activations > memory.total / 2))
-    return "\n".join(lines)
-
-
-def advice(args: TrainingArgs, activations: bool) -> str:
-    """What to change when a run does not fit."""
-    ways = []
-    if activations and args.remat != "full":
-        ways.append(f"recompute with --remat {'selective' if args.remat == 'none' else 'full'}")
-    if activations and args.per_device_batch_size > 1:
-        ways.append(
-            f"halve --per-device-batch-size to {args.per_device_batch_size // 2} and double "
-            f"--gradient-accumulation-steps to {2 * args.gradient_accumulation_steps}, which trains the same"
-        )
-    if not activations:
-        ways.append("shard it over several devices (--distributed-strategy fsdp), or train LoRA adapters (--use-lora)")
-    return f"This does not fit: {', or '.join(ways) or 'the batch is as small as it can be'}."
-
-
-def _machine_memory() -> float:
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

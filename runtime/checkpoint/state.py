@@ -25,13 +25,14 @@ from vlaforge.runtime.adapter import CONFIG as ADAPTER
 from vlaforge.runtime.adapter import META, adapter_tensors
 from vlaforge.runtime.assemble import Parts
 from vlaforge.runtime.checkpoint import formats
+from vlaforge.runtime.checkpoint.resumed import CONFIG, STATE, read_state
 from vlaforge.runtime.checkpoint.store import Content
 from vlaforge.runtime.checkpoint.weights import model_tensors
 from vlaforge.runtime.process import load_rng_state, rng_state
 from vlaforge.runtime.ranks import Ranks
 from vlaforge.runtime.setup import Setup
 
-STATE, NORMALIZERS, CONFIG = "state.json", "normalizers.json", "config.yaml"
+NORMALIZERS = "normalizers.json"
 
 
 def capture(setup: Setup, parts: Parts, ranks: Ranks, completed: int, metric: float | None) -> Content:
@@ -148,12 +149,7 @@ def restore(parts: Parts, ranks: Ranks, path: Path) -> tuple[int, list[str]]:
     Raises:
         UserError: it has no training state, or one of another model, data or order.
     """
-    if not (path / STATE).is_file():
-        raise UserError(
-            f"Checkpoint '{path}' has no training state, because it was saved with --no-save-training-state: start "
-            "a new run from its weights with --pretrained-checkpoint."
-        )
-    state = json.loads((path / STATE).read_text(encoding="utf-8"))
+    state = read_state(path)
     notes = []
     parts.optimizer.load_state(by_key(partial(_joined, parts.model), formats.read(path, "optim") or {}))
     if parts.ema is not None:

@@ -290,8 +290,12 @@ class Optimizer:
                 leaf.master.copy_(local(leaf.param.data) if saved is None else for_leaf(saved, leaf))
             left -= {f"{key}.{leaf.name}" for key in (*self.keys, "step", "master")}
         if left:
-            shown = ", ".join(sorted(left)[:5])
-            raise UserError(f"The optimiser state holds {len(left)} entries of other parameters: {shown}.")
+            names = sorted({entry.partition(".")[2] for entry in left})
+            raise UserError(
+                f"The optimiser state is also of {len(names)} parameters that do not train here "
+                f"({', '.join(names[:5])}): give the settings that it was saved with (--freeze-modules and the "
+                "model's), or start a new run from the weights with --pretrained-checkpoint."
+            )
         self._regroup(counts)
 
     def _regroup(self, counts: Mapping[int, float]) -> None:
