@@ -39,17 +39,21 @@ def check_videos(
             continue
         key = members[0][1]
         fits = _check_parts(report, name, members, index, float(layout.info["fps"]))
-        _check_size(report, name, features, key, index)
         if frames == "none":
+            _check_size(report, name, features, key, (index.height, index.width))
             continue
         if pool is None:
             choice = choose_backend(backend or STRICT, str(root / name))
             pool = VideoPool(choice.backend, float(layout.info["fps"]), capacity=4)
             report.looked.append(choice.note)
         held = Expected(index.count, index.count)  # what is there is decoded, whatever it should be
-        for entry, own in members:
-            if entry.index in fits:
-                _decode(report, root, name, entry, entry.videos[own].start, pool, held, frames)
+        sizes = [
+            _decode(report, root, name, entry, entry.videos[own].start, pool, held, frames)
+            for entry, own in members
+            if entry.index in fits
+        ]
+        for size in dict.fromkeys(size for size in sizes if size):
+            _check_size(report, name, features, key, size)
     stored = {str(path.relative_to(root)) for path in (root / "videos").rglob("*.mp4")}
     for stray in sorted(stored - set(by_file)):
         report.add("files", "is not used by any episode", stray, warning=True)
@@ -92,20 +96,23 @@ def _check_parts(
     return fits
 
 
-def _check_size(report: Report, name: str, features: Features, key: str, index: FrameIndex) -> None:
+def _check_size(report: Report, name: str, features: Features, key: str, size: tuple[int, int]) -> None:
     camera = next((features.cameras[name] for name, own in features.camera_keys.items() if own == key), None)
-    if camera and (index.height, index.width) != (camera.height, camera.width):
-        message = f"frames are {index.height} x {index.width}; info.json says {camera.height} x {camera.width}"
+    if camera and size != (camera.height, camera.width):
+        message = f"frames are {size[0]} x {size[1]}; info.json says {camera.height} x {camera.width}"
         report.add("video", message, name)
 
 
 def _decode(
     report: Report, root: Path, name: str, entry: Entry, start: int, pool: VideoPool, held: Expected, frames: str
-) -> None:
-    last = start + entry.length - 1
+) -> tuple[int, int] | None:
+    """Findings on frames that do not decode; returns (height, width) of the episode's first frame."""
+    last, size = start + entry.length - 1, None
     rows = range(start, last + 1) if frames == "all" else sorted({start, start + entry.length // 2, last})
     try:
         for row in rows:
-            pool.frames(str(root / name), [row], held)
+            picture = pool.frames(str(root / name), [row], held)[0]
+            size = size or picture.shape[:2]
     except UserError as error:
         report.add("video", str(error), name, entry.index)
+    return size

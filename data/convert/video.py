@@ -12,6 +12,7 @@ import numpy as np
 
 from vlaforge.data.errors import UserError
 from vlaforge.data.video import FrameIndex, build_index
+from vlaforge.data.video.backends.pyav import rotation
 
 _TICKS = 128  # of the container's clock a frame: room for decode times between presentation times
 
@@ -32,12 +33,19 @@ class JoinedVideo:
         return self._like in (None, _settings(source))
 
     def append(self, source: Path, rows: int) -> int:
-        """Adds the video of one episode; returns the frame it starts at. UserError unless it has `rows` frames."""
+        """Adds the video of one episode; returns the frame it starts at.
+
+        UserError unless it has `rows` frames, all of them shown as they are stored: what an edit list hides or a
+        display matrix turns is of the file, and would be lost in a joined one.
+        """
         index = build_index(str(source))
         if index.count != rows:
             raise UserError(
                 f"{source} has {index.count} frames for an episode of {rows} rows; a copy would carry that on."
             )
+        if index.hidden or rotation(str(source)):
+            what = f"hides {index.hidden} frames (it was cut without encoding)" if index.hidden else "is shown turned"
+            raise UserError(f"{source} {what}, which packets cannot carry into a joined file: encode it again first.")
         with av.open(str(source)) as container:
             stream = container.streams.video[0]
             if self._output is None:

@@ -40,8 +40,14 @@ class FrameIndex:
         count: frames present.
         step: ticks between frames when they are evenly spaced, else 0.
         pts: int64 [count], presentation ticks; empty when evenly spaced (then ``first + step * position``).
-        keys: int64 [K], ascending positions of the key frames.
+        keys: int64 [K], ascending positions of the key frames. One that an edit list hides counts as the position of
+            the first frame shown after it, because decoding that still starts there.
         key_dts: int64 [K], decode ticks to seek to for them.
+        hidden: frames that are stored but not shown, because an edit list leaves them out; `count` has them not.
+        closed: no frame that is shown before a key frame is stored behind it. Decoders that count frames from where
+            they entered are wrong in open groups.
+        container: FFmpeg's name of the file's format.
+        width, height: as stored; a file may ask to be shown turned by quarters.
     """
 
     path: str
@@ -52,6 +58,9 @@ class FrameIndex:
     pts: np.ndarray
     keys: np.ndarray
     key_dts: np.ndarray
+    hidden: int
+    closed: bool
+    container: str
     codec: str
     width: int
     height: int
@@ -120,61 +129,76 @@ def build_index(path: str) -> FrameIndex:
             if not container.streams.video:
                 raise DecodeError(f"{path} holds no video stream.")
             stream = container.streams.video[0]
-            pts, dts, key = _packets(container, stream, os.path.getsize(path))
+            packets = _packets(container, stream, os.path.getsize(path))
             codec = stream.codec_context
-            facts = (Fraction(stream.time_base), codec.codec.canonical_name, codec.width, codec.height)
+            facts = (container.format.name, codec.codec.canonical_name, codec.width, codec.height)
+            base = Fraction(stream.time_base)
     except av.FFmpegError as error:
         raise DecodeError(f"{path} cannot be opened as a video: {error}") from error
-    if not len(pts):
+    if packets.hidden.all():
         raise DecodeError(f"{path} holds no video frames.")
-    return _index(path, pts, dts, key, *facts)
+    return _index(path, packets, base, *facts)
 
 
-def _packets(container, stream, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(pts, dts, is key) of the packets whose bytes are all there, in decode order.
+class _Packets(NamedTuple):
+    """Arrays [n] in decode order; `hidden` are decoded but not shown (an edit list leaves them out)."""
+
+    pts: np.ndarray
+    dts: np.ndarray
+    key: np.ndarray
+    hidden: np.ndarray
+
+
+def _table(stream) -> Sequence:
+    try:
+        return stream.index_entries
+    except AttributeError:  # older PyAV
+        return ()
+
+
+def _packets(container, stream, size: int) -> _Packets:
+    """The packets whose bytes are all there.
 
     The container's own table is enough when frames are shown in decode order; otherwise the packets are read.
     """
     reordered = stream.codec_context.has_b_frames or stream.codec_context.codec.name in ("h264", "hevc")
-    table = stream.index_entries
-    if not reordered and len(table) and "mp4" in container.format.name:
-        rows = [(entry.timestamp, entry.is_keyframe) for entry in table if entry.pos + entry.size <= size]
-        ticks = np.array([row[0] for row in rows], np.int64)
-        return ticks, ticks, np.array([row[1] for row in rows], bool)
-    rows = [
-        (packet.pts, packet.dts, packet.is_keyframe)
-        for packet in container.demux(stream)
-        if packet.size and packet.pts is not None and not packet.is_corrupt and not packet.is_discard
-    ]
-    pts = np.array([row[0] for row in rows], np.int64)
-    dts = np.array([row[0] if row[1] is None else row[1] for row in rows], np.int64)
-    return pts, dts, np.array([row[2] for row in rows], bool)
+    table = () if reordered else _table(stream)
+    if len(table) and "mp4" in container.format.name:
+        kept = (entry for entry in table if entry.pos + entry.size <= size)
+        rows = [(entry.timestamp, entry.timestamp, entry.is_keyframe, entry.is_discard) for entry in kept]
+    else:
+        rows = [
+            (packet.pts, packet.pts if packet.dts is None else packet.dts, packet.is_keyframe, packet.is_discard)
+            for packet in container.demux(stream)
+            if packet.size and packet.pts is not None and not packet.is_corrupt
+        ]
+    ticks = np.array([row[:2] for row in rows], np.int64).reshape(-1, 2)
+    flags = np.array([row[2:] for row in rows], bool).reshape(-1, 2)
+    return _Packets(ticks[:, 0], ticks[:, 1], flags[:, 0], flags[:, 1])
 
 
 def _index(
-    path: str,
-    pts: np.ndarray,
-    dts: np.ndarray,
-    key: np.ndarray,
-    base: Fraction,
-    codec: str,
-    width: int,
-    height: int,
+    path: str, packets: _Packets, base: Fraction, container: str, codec: str, width: int, height: int
 ) -> FrameIndex:
-    order = np.argsort(pts, kind="stable")
-    pts, dts, key = pts[order], dts[order], key[order]
-    steps = np.diff(pts)
+    shown = np.sort(packets.pts[~packets.hidden], kind="stable")
+    key_pts, key_dts = packets.pts[packets.key], packets.dts[packets.key]
+    order = np.argsort(key_pts, kind="stable")
+    latest = np.maximum.accumulate(np.where(packets.key, packets.pts, packets.pts.min()))
+    steps = np.diff(shown)
     step = int(steps[0]) if len(steps) else 1
     even = step > 0 and bool((steps == step).all())
     return FrameIndex(
         path=path,
-        count=len(pts),
+        count=len(shown),
         time_base=base,
-        first=int(pts[0]),
+        first=int(shown[0]),
         step=step if even else 0,
-        pts=np.zeros(0, np.int64) if even else pts,
-        keys=np.flatnonzero(key),
-        key_dts=dts[key],
+        pts=np.zeros(0, np.int64) if even else shown,
+        keys=np.searchsorted(shown, key_pts[order]),
+        key_dts=key_dts[order],
+        hidden=int(packets.hidden.sum()),
+        closed=bool((packets.pts >= latest).all()),
+        container=container,
         codec=codec,
         width=width,
         height=height,

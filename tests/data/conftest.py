@@ -100,13 +100,21 @@ def read_number(frame: np.ndarray) -> int:
 
 
 def write_video(
-    path: Path, numbers: Sequence[int], fps: int = 30, times: Sequence[int] | None = None, **options: str
+    path: Path,
+    numbers: Sequence[int],
+    fps: int = 30,
+    times: Sequence[int] | None = None,
+    codec: str = "libx264",
+    pix_fmt: str = "yuv420p",
+    container: dict[str, str] | None = None,
+    **options: str,
 ) -> None:
-    """H.264 of numbered frames; `times` (in frames) gives some other timing than one after another."""
+    """Numbered frames, H.264 if not told otherwise; `times` (in frames) gives some other timing than one after
+    another."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with av.open(str(path), "w") as output:
-        stream = output.add_stream("libx264", rate=fps, options={"crf": "18", "g": "12", "bf": "2", **options})
-        stream.width = stream.height = SIDE
+    with av.open(str(path), "w", options=container or {}) as output:
+        stream = output.add_stream(codec, rate=fps, options={"crf": "18", "g": "12", "bf": "2", **options})
+        stream.width, stream.height, stream.pix_fmt = SIDE, SIDE, pix_fmt
         for at, number in enumerate(numbers):
             frame = av.VideoFrame.from_ndarray(draw_number(number), format="rgb24")
             frame.pts, frame.time_base = (at if times is None else times[at]), Fraction(1, fps)

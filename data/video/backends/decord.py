@@ -1,4 +1,5 @@
-"""Decord, by frame number; the time it gives for each frame is compared with the index."""
+"""Decord, by frame number. It tells the time of a number, not of the picture that it returns, so it is used only where
+its way of counting (frames since the key frame that it entered at) is right."""
 
 from __future__ import annotations
 
@@ -9,17 +10,25 @@ import numpy as np
 from vlaforge.data.video.errors import DecodeError
 from vlaforge.data.video.index import FrameIndex
 
+_EXACT = ("mp4", "matroska", "avi")
+
 
 class DecordDecoder:
     def __init__(self, path: str, index: FrameIndex):
         import decord
 
         self.path, self.index = path, index
+        if not (index.closed and any(name in index.container for name in _EXACT)):
+            what = "videos with open groups of frames" if not index.closed else f"the format {index.container}"
+            raise DecodeError.of(path, 0, 0.0, "decord", f"it returns other frames in {what}: use torchcodec or pyav")
         try:
             self._reader = decord.VideoReader(path, ctx=decord.cpu(0), num_threads=1)
         except Exception as error:  # decord raises its own error classes, by version
             cause = f"{str(error).splitlines()[0]} (its FFmpeg may lack {index.codec})"
             raise DecodeError.of(path, 0, 0.0, "decord", cause) from error
+        if len(self._reader) != index.count:
+            cause = f"it finds {len(self._reader)} frames where the file shows {index.count}: use torchcodec or pyav"
+            raise DecodeError.of(path, 0, 0.0, "decord", cause)
 
     def frames(self, positions: Sequence[int]) -> np.ndarray:
         period = self.index.seconds(1) if self.index.count > 1 else 1.0

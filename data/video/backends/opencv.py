@@ -25,15 +25,21 @@ class OpenCVDecoder:
         self._next = 0
         if not self._capture.isOpened():
             raise DecodeError.of(path, 0, 0.0, "opencv", "the file cannot be opened")
+        self._frame_before = self._read(0)
+        # Some formats' times count from the file's first frame, others' from the container's zero. A file whose first
+        # frame OpenCV does not show first is of neither kind, and none of its frames will pass for another.
+        shown, self._first_s = self._shown(), float(index.first * index.time_base)
+        self._first_s = 0.0 if abs(shown) < 2e-3 else self._first_s
+        self._next = 1
 
     def frames(self, positions: Sequence[int]) -> np.ndarray:
-        out = np.empty((len(positions), self.index.height, self.index.width, 3), np.uint8)
-        for slot, position in enumerate(positions):
-            self._cv2.cvtColor(self._frame(position), self._cv2.COLOR_BGR2RGB, dst=out[slot])
-        return out
+        pictures = [self._cv2.cvtColor(self._frame(position), self._cv2.COLOR_BGR2RGB) for position in positions]
+        return pictures[0][None] if len(pictures) == 1 else np.stack(pictures)
 
     def _frame(self, position: int) -> np.ndarray:
         key, _ = self.index.key_before(position)
+        if position == self._next - 1:  # the one read last; a file of one frame cannot be rewound
+            return self._frame_before
         if not key <= self._next <= position:
             self._capture.set(self._cv2.CAP_PROP_POS_FRAMES, position)
             self._next = position
@@ -48,7 +54,7 @@ class OpenCVDecoder:
             frame = self._read(position)
             if not self._shows(position):
                 raise self._error(position, "OpenCV's seek does not reach it")
-        self._next = position + 1
+        self._frame_before, self._next = frame, position + 1
         return frame
 
     def _read(self, position: int) -> np.ndarray:
@@ -59,10 +65,10 @@ class OpenCVDecoder:
 
     def _shows(self, position: int) -> bool:
         """Whether the frame just read is the one at `position`, by the time OpenCV gives for it."""
-        shown = self._capture.get(self._cv2.CAP_PROP_POS_MSEC) / 1000
-        expected = self.index.seconds(position)
-        first = float(self.index.first * self.index.time_base)
-        return min(abs(shown - expected), abs(shown - first - expected)) < 2e-3
+        return abs(self._shown() - self._first_s - self.index.seconds(position)) < 2e-3
+
+    def _shown(self) -> float:
+        return self._capture.get(self._cv2.CAP_PROP_POS_MSEC) / 1000
 
     def _error(self, position: int, cause: str) -> DecodeError:
         self._next = -1

@@ -29,18 +29,19 @@ class PyAVDecoder:
         self._next = 0  # the position that `_decoded` yields next
 
     def frames(self, positions: Sequence[int]) -> np.ndarray:
-        out = np.empty((len(positions), self.index.height, self.index.width, 3), np.uint8)
-        for slot, position in enumerate(positions):
+        pictures = []
+        for position in positions:
             try:
                 frame = self._frame(position)
                 if frame.is_corrupt:
                     raise ValueError("the decoder marks the frame as damaged")
-                out[slot] = self._convert.reformat(frame, format="rgb24").to_ndarray()
+                picture = self._convert.reformat(frame, format="rgb24").to_ndarray()
+                pictures.append(turned(picture, frame.rotation))
             except (av.FFmpegError, ValueError) as error:
                 self._decoded = None
                 seconds = self.index.seconds(position)
                 raise DecodeError.of(self.path, position, seconds, "pyav", error) from error
-        return out
+        return pictures[0][None] if len(pictures) == 1 else np.stack(pictures)
 
     def _frame(self, position: int) -> av.VideoFrame:
         key, key_dts = self.index.key_before(position)
@@ -59,6 +60,17 @@ class PyAVDecoder:
     def close(self) -> None:
         self._decoded = None
         self._container.close()
+
+
+def turned(picture: np.ndarray, degrees: int) -> np.ndarray:
+    """[H, W, 3] turned as the file asks for it (counter-clockwise): the other decoders do that by themselves."""
+    return np.ascontiguousarray(np.rot90(picture, round(degrees / 90))) if degrees else picture
+
+
+def rotation(path: str) -> int:
+    """Degrees that the pictures of `path` are to be turned by, from its first frame."""
+    with av.open(path) as container:
+        return next((frame.rotation for frame in container.decode(video=0)), 0)
 
 
 def open_file(path: str, index: FrameIndex) -> PyAVDecoder:

@@ -11,14 +11,14 @@ from vlaforge.data.video.index import FrameIndex
 
 
 class TorchCodecDecoder:
-    """Approximate seeking (no scan of the file when it is opened) where frames are evenly spaced, exact
-    elsewhere."""
+    """Approximate seeking (no scan of the file when it is opened) where frames are evenly spaced and groups closed,
+    else exact."""
 
     def __init__(self, path: str, index: FrameIndex):
         from torchcodec.decoders import VideoDecoder
 
         self.path, self.index = path, index
-        mode = "approximate" if index.step else "exact"
+        mode = "approximate" if index.step and index.closed and not index.first else "exact"
         self._decoder = VideoDecoder(path, dimension_order="NHWC", num_ffmpeg_threads=1, seek_mode=mode)
         self._first_s = float(index.first * index.time_base)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from vlaforge.data.video.backends.pyav import rotation, turned
 from vlaforge.data.video.errors import DecodeError
 from vlaforge.data.video.index import FrameIndex
 
@@ -22,7 +23,7 @@ class TorchvisionDecoder:
         if not hasattr(torchvision.io, "VideoReader"):
             raise ImportError(_GONE.format(version=torchvision.__version__))
         self.path, self.index = path, index
-        self._next = -1
+        self._next, self._rotation = -1, rotation(path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # its deprecation notice
             torchvision.set_video_backend("pyav")
@@ -47,7 +48,7 @@ class TorchvisionDecoder:
                     if frame["pts"] > wanted + 0.5 * float(base):
                         raise ValueError("the frame is not in the stream")
                     self._next = position + 1
-                    return frame["data"].permute(1, 2, 0).numpy()
+                    return turned(frame["data"].permute(1, 2, 0).numpy(), self._rotation)
             raise ValueError("the stream ends before it")
         except Exception as error:  # PyAV's errors, and torchvision's own
             self._next = -1
