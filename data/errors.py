@@ -7,7 +7,7 @@ exit with 2. Its text says what was given, what is allowed, and what to do.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 
 
 class UserError(Exception):
@@ -15,15 +15,22 @@ class UserError(Exception):
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """The `count` most similar names among `known`, best first; separators and case do not count."""
+    """The `count` most similar names among `known`, best first; separators and case do not count.
+
+    Only what may be meant: alike in three fifths of its letters (in order and out of order on average, so that swapped
+    letters count little), and hardly less alike than the best one.
+    """
 
     def fold(text: str) -> str:
         return text.lower().replace("-", "").replace("_", "").replace(".", "")
 
-    by_fold: dict[str, str] = {}
+    wanted, alike = SequenceMatcher(None, "", fold(name), autojunk=False), {}
     for candidate in known:
-        by_fold.setdefault(fold(candidate), candidate)
-    return [by_fold[match] for match in get_close_matches(fold(name), by_fold, n=count, cutoff=0.5)]
+        wanted.set_seq1(fold(candidate))
+        if wanted.quick_ratio() >= 0.6:  # never below `ratio`, and cheap
+            alike[candidate] = (wanted.ratio() + wanted.quick_ratio()) / 2
+    best = sorted(alike, key=lambda candidate: -alike[candidate])
+    return [match for match in best[:count] if alike[match] >= max(0.6, alike[best[0]] - 0.15)]
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:
