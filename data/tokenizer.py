@@ -68,9 +68,17 @@ class Tokenizer:
         return [*front, *ids, *back]
 
     def encode(self, text: str, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """(ids int64 [length], mask bool [length], True on real tokens); too long a text loses its end."""
+        """(ids int64 [length], mask bool [length], True on real tokens); too long a text loses its end.
+
+        UserError where `length` leaves no room for any of it.
+        """
         ids = self.ids(text)
         if len(ids) > length:
+            if length <= len(self.ids("")):
+                raise UserError(
+                    f"Prompts of {length} tokens have no room for a word: raise the model's token length "
+                    "(model.max_token_len, model.text_tokens)."
+                )
             ids = ids[:length] if self.truncate_side == "right" else ids[-length:]
         out, mask = np.full(length, self.pad_id, np.int64), np.zeros(length, bool)
         place = slice(0, len(ids)) if self.pad_side == "right" else slice(length - len(ids), length)
@@ -86,9 +94,7 @@ class Tokenizer:
         names = names if wanted is True else (wanted,)
         found = self._first(names)
         if found is None:
-            raise UserError(
-                f"The tokenizer '{self.path}' has no {what} token (looked for {', '.join(names)})."
-            )
+            raise UserError(f"The tokenizer '{self.path}' has no {what} token (looked for {', '.join(names)}).")
         return found
 
     def _first(self, names: Sequence[str], default: int | None = None) -> int | None:
@@ -102,6 +108,5 @@ def _find(path: Path | str) -> Path:
         return file
     what = "folder has no tokenizer.json" if given.is_dir() else "no such file or folder"
     raise UserError(
-        f"Tokenizer '{given}' is missing: {what}. "
-        f"Give a tokenizer.json, or its folder, with --tokenizer-path."
+        f"Tokenizer '{given}' is missing: {what}. Give a tokenizer.json, or its folder, with --tokenizer-path."
     )

@@ -6,7 +6,7 @@ trainer, the open-loop check and ``--dry-run`` work on the same object, so that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -95,7 +95,7 @@ def build_setup(resolved: Resolved, passed: Callable[[str, str], None] = lambda 
             if part is not None:
                 processing.bind(part)
     contract = resolved.family.model.contract(model_config)
-    notes += getattr(dataset, "notes", ())
+    notes += [*getattr(dataset, "notes", ()), *getattr(processing, "notes", ()), *doubtful(resolved, dataset)]
     return Setup(
         resolved, device, dataset, held_out, model_config, data_config, contract, processing, normalizers,
         statistics, tokenizer, rows, notes,
@@ -228,6 +228,30 @@ def check_cameras(cameras: dict[str, str], info: DatasetInfo) -> None:
             hint = f" (did you mean '{close[0]}'?)" if close else ""
             listed = ", ".join(info.cameras) or "none"
             raise UserError(f"data.cameras.{slot} is '{name}'{hint}, but the dataset's cameras are: {listed}.")
+
+
+def doubtful(resolved: Resolved, dataset: Dataset) -> Iterator[str]:
+    """What was set, and does with this dataset and family hardly what was meant."""
+    args, data, family = resolved.args, resolved.data_config, resolved.family
+    if dataset.info.format == "lerobot_datasets":
+        for name in ("fps", "hdf5_layout"):
+            if getattr(data, name) is not None:
+                yield f"data.{name} has no effect here: it belongs to HDF5 recordings."
+    if args.robot_type is not None and not getattr(family.processing, "reads_robot_type", False):
+        yield f"--robot-type has no effect here: {family.name} treats all robots alike."
+    slots: dict[str, list[str]] = {}
+    for slot, name in data.cameras.items():
+        slots.setdefault(name, []).append(slot)
+    for name, taken in slots.items():
+        if len(taken) > 1:
+            yield f"Camera '{name}' fills {len(taken)} slots ({', '.join(taken)}): the model sees one picture twice."
+    horizon = getattr(resolved.model_config, "action_horizon", 1)
+    longest = max(episode.length for episode in dataset.episodes)
+    if horizon > longest:
+        yield (
+            f"model.action_horizon is {horizon}, but no episode has more than {longest} frames: the steps after them "
+            "have nothing to learn from."
+        )
 
 
 def load_tokenizer(resolved: Resolved) -> Tokenizer | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 
 from vlaforge.runtime.args import TrainingArgs
@@ -9,6 +10,12 @@ from vlaforge.runtime.flags import flags_of
 
 FLOORED = ("cosine_with_min_lr", "cosine_warmup_with_min_lr", "openpi_cosine", "lerobot_cosine")
 """Schedules that end at --min-lr."""
+
+
+def ranks(args: TrainingArgs) -> int:
+    """Ranks of the job that this process is of, or starts."""
+    return max(args.nproc, int(os.environ.get("WORLD_SIZE", "1")))
+
 
 Rule = tuple[tuple[str, ...], Callable[[TrainingArgs], object], str]
 RULES: tuple[Rule, ...] = (
@@ -40,7 +47,19 @@ RULES: tuple[Rule, ...] = (
         lambda a: a.profile or a.use_pytorch_profiler or a.use_nsys_profiler,
         "--profile",
     ),
+    (
+        ("cuda_graph_scope", "cuda_graph_warmup", "cuda_graph_pad", "cuda_graph_ddp", "cuda_graph_grad"),
+        lambda a: a.cuda_graph_impl != "none",
+        "--cuda-graph-impl local",
+    ),
+    (
+        ("cuda_graph_ddp", "cuda_graph_grad"),
+        lambda a: a.distributed_strategy == "ddp",
+        "--distributed-strategy ddp",
+    ),
     (("zero_parameters", "zero_master"), lambda a: a.zero_optimizer, "--zero-optimizer"),
+    (("loss_log_rank",), lambda a: max(a.loss_log_rank, default=-1) < ranks(a), "a job that has those ranks (--nproc)"),
+    (("zero_", "ddp_", "fsdp_", "hsdp_"), lambda a: ranks(a) > 1, "several ranks (--nproc)"),
     (("ddp_",), lambda a: a.distributed_strategy == "ddp", "--distributed-strategy ddp"),
     (("fsdp_", "hsdp_"), lambda a: a.distributed_strategy == "fsdp", "--distributed-strategy fsdp"),
     (("save_format", "save_total_limit", "async_save"), lambda a: a.save_interval, "--save-interval above 0"),
@@ -54,3 +73,4 @@ def unused(args: TrainingArgs, spelled: Mapping[str, str]) -> Iterator[str]:
         for names, read, wanted in RULES:
             if entry.field in spelled and entry.field.startswith(names) and not read(args):
                 yield f"{spelled[entry.field]} has no effect here: it belongs to {wanted}."
+                break

@@ -7,6 +7,7 @@ Axes: V cameras, T video frames, H action steps, A action dimensions of the mode
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +55,7 @@ class Processing:
         self.cameras = assign_cameras(data_config, dataset_info)
         slots(model_config.layout, len(self.cameras), model_config.height, model_config.width)
         self._check()
+        self._warned = False
         self.caches: list[FeatureCache] = []
         self.official_text = self._official_text()
         if self.reads_cache:
@@ -210,7 +212,11 @@ class Processing:
 
     def tokens(self, prompt: str) -> dict[str, np.ndarray]:
         """`tokens` int64 [L] and `token_mask` bool [L] of a prompt."""
-        ids, mask = self.tokenizer.encode(clean_prompt(prompt), self.model.text_tokens)
+        text, length = clean_prompt(prompt), self.model.text_tokens
+        ids, mask = self.tokenizer.encode(text, length)
+        if mask.all() and not self._warned and (count := len(self.tokenizer.ids(text))) > length:
+            self._warned = True
+            warnings.warn(f"A prompt has {count} tokens and loses those behind {length}: {text!r}", stacklevel=2)
         return {"tokens": ids, "token_mask": mask}
 
     def _text(self, sample: Sample) -> dict[str, np.ndarray]:

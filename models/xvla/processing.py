@@ -7,6 +7,7 @@ Axes: V views, H action steps, A action and S state width of the model, L text t
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -34,6 +35,7 @@ class Processing:
     """
 
     tokenizer_options: ClassVar[dict[str, Any]] = {"bos": True, "eos": True}
+    reads_robot_type = True
 
     def __init__(
         self,
@@ -45,6 +47,7 @@ class Processing:
     ):
         self.model, self.data, self.info, self.tokenizer = model_config, data_config, dataset_info, tokenizer
         self.action_dim = model_config.action_dim or dataset_info.action_dim
+        self._warned = False
         self.codec = ActionCodec(data_config, normalizers, model_config.action_width, model_config.state_width)
         assigned = assign_cameras(data_config.cameras, dataset_info, model_config.num_image_views)
         # Empty slots stand last, so that the batch can be cut behind the views that are there.
@@ -111,6 +114,14 @@ class Processing:
         named = self._domain_number(obs.get("embodiment") or self.info.robot_type, strict=False)
         return 0 if named is None else named
 
+    @property
+    def notes(self) -> list[str]:
+        """What a run should say of the robot."""
+        robot = self.info.robot_type
+        if self.default_domain is not None or robot is None or self._domain_number(robot, strict=False) is not None:
+            return []
+        return [f"Robot type '{robot}' has no soft prompt of its own: domain 0 is used; data.domain chooses another."]
+
     def _domain_number(self, name: str | None, strict: bool) -> int | None:
         if name is None:
             return None
@@ -130,6 +141,11 @@ class Processing:
         """int64 [L]; a text that is too long keeps its end mark."""
         ids, length = self.tokenizer.ids(text), self.model.max_token_len
         if len(ids) > length:
+            if length <= len(self.tokenizer.ids("")):
+                raise UserError(f"model.max_token_len is {length}, which has no room for a word: raise it.")
+            if not self._warned:
+                self._warned = True
+                warnings.warn(f"A prompt has {len(ids)} tokens and loses those behind {length}: {text!r}", stacklevel=2)
             ids = [*ids[: length - 1], ids[-1]]
         return np.array([*ids, *[self.tokenizer.pad_id] * (length - len(ids))], np.int64)
 
