@@ -12,7 +12,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -156,14 +156,16 @@ def _needs(cubin: bytes) -> tuple[int, int]:
 def builds(
     spec: KernelSpec, architectures: tuple[int, ...] = tuple(ARCHITECTURES), one_case: bool = False
 ) -> Iterator[Build]:
-    """Every distinct launch of the op's cases and dtypes, for each architecture.
+    """Every distinct launch of the op's cases and dtypes, for each architecture; with all gradients, and with that of
+    the first input alone (frozen weights).
 
-    `one_case` keeps one configuration of each kernel: the first case's, in bf16.
+    `one_case` keeps one configuration of each kernel: the first case's, in bf16, with all gradients.
     """
     seen = set()
+    wanted = [spec] if one_case or len(spec.grads) < 2 else [spec, replace(spec, grads=spec.grads[:1])]
     for case in spec.cases[:1] if one_case else spec.cases:
         for dtype in (torch.bfloat16,) if one_case else spec.tolerances:
-            for launch in record(spec, case, dtype):
+            for launch in (launch for some in wanted for launch in record(some, case, dtype)):
                 signature, constants, attributes = specialise(launch)
                 key = (launch.kernel.fn, str(signature), str(constants), str(attributes), str(launch.options))
                 if key not in seen:

@@ -1,9 +1,9 @@
 """Attention behind one function: structure of the mask in, mixed values out.
 
 A mask is stated by its structure (which keys are valid, whether it is causal), never as a dense float matrix, so that
-an executor (PyTorch's SDPA here; Flex or flash-attn where a pass swaps `Attention`) can use it. Prefix-LM masks, whose
-prefix never sees what follows, are not a mask at all here but two calls (see `models.pi05`): the prefix over itself,
-the rest over everything.
+an executor can use it: PyTorch's SDPA here, others in `models.blocks.executors`, chosen by passes for each kind of
+call. Prefix-LM masks, whose prefix never sees what follows, are not a mask at all here but two calls (see
+`models.pi05`): the prefix over itself, the rest over everything.
 
 Grouped-query attention never repeats keys: the R query heads that share one key head are laid out as R times as many
 queries of that head, which every kernel can do.
@@ -13,6 +13,7 @@ Axes: B samples, H query heads, G key/value heads, R = H/G, T queries, S keys, K
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +67,9 @@ class Mask:
         return allowed if self.keys_BS is None else allowed & self.keys_BS[:, None, None]
 
 
+Executor = Callable[[Tensor, Tensor, Tensor, "Mask | None"], Tensor]
+
+
 def attention(
     q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Mask | None = None, scale: float | None = None
 ) -> Tensor:
@@ -96,9 +100,22 @@ def attention(
 
 
 class Attention(nn.Module):
-    """`attention` as a module, so that a pass can put another executor in its place."""
+    """`attention` as a module, with an executor for each kind of mask, so that passes can put others in their place.
+
+    Executors are called as ``executor(q, k, v, mask)``: `plain` for no mask or a causal one, `structured` for a mask
+    that SDPA can only take as one bool a (query, key) pair. Padded keys are one bool a key and stay with SDPA.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain: Executor = attention
+        self.structured: Executor = attention
 
     def forward(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Mask | None = None) -> Tensor:
+        if mask is None or (mask.keys_BS is None and mask.segments_BT is None):
+            return self.plain(q_BHTK, k_BGSK, v_BGSK, mask)
+        if mask.is_causal or mask.segments_BT is not None:
+            return self.structured(q_BHTK, k_BGSK, v_BGSK, mask)
         return attention(q_BHTK, k_BGSK, v_BGSK, mask)
 
 

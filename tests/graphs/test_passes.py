@@ -214,6 +214,6 @@ def test_static_shapes_leaves_few_lengths(pi05):
 
 
 def test_every_pass_is_tested_here_or_needs_a_gpu():
-    needs_gpu = {"graph_blocks", "graph_step"}
-    covered = {*REORDER, "remat", "overlap", "freeze", "precision", "compile_blocks"}
+    needs_gpu = {"graph_blocks", "graph_step", "flex_attention", "flash_attention"}
+    covered = {*REORDER, "remat", "overlap", "freeze", "allocator", "precision", "compile_blocks"}
     assert {rule.name for rule in registry()} == covered | needs_gpu

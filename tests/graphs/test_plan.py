@@ -14,6 +14,7 @@ from vlaforge import models
 from vlaforge.data.errors import UserError
 from vlaforge.graphs import Decision, Pass, PlanOptions, Site, make_plan, registry
 from vlaforge.graphs import plan as plan_module
+from vlaforge.graphs.passes import flash_attention as flash_pass
 from vlaforge.graphs.passes.base import claim
 
 
@@ -80,6 +81,20 @@ def test_asked_for_but_not_applicable_is_a_warning(full):
         "'graph_step' was asked for but does not apply: needs a CUDA device",
     )
     assert plan.text().splitlines()[-1] == f" ! {plan.warnings[-1]}"
+
+
+def test_attention_by_other_executors_is_asked_for(full, monkeypatch):
+    bf16 = {"device": "h200", "dtype": "bf16"}
+    plan = make_plan(*full, PlanOptions(**bf16, with_=("flex_attention",)))
+    assert plan.entry("flex_attention").reason.startswith("attention ×63: calls that are causal with padding")
+    assert "--with flash_attention" in plan.entry("flash_attention").reason
+    monkeypatch.setattr(flash_pass, "flash_installed", lambda: False)
+    with pytest.raises(UserError, match=r"pip install 'vlaforge\[flash-attn\]'"):
+        make_plan(*full, PlanOptions(**bf16, with_=("flash_attention",)))
+    monkeypatch.setattr(flash_pass, "flash_installed", lambda: True)
+    both = make_plan(*full, PlanOptions(**bf16, with_=("flash_attention", "flex_attention")))
+    assert both.on("flash_attention") and both.on("flex_attention") and not both.warnings
+    assert "bf16" in make_plan(*full, PlanOptions(device="h200", with_=("flash_attention",))).warnings[0]
 
 
 def test_decisions_lean_on_each_other(full):
