@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -54,6 +55,7 @@ class Report:
     ) -> None:
         if kind not in KINDS:
             raise ValueError(f"'{kind}' is no kind of finding")
+        message = re.split(r"[:;] run `forge-data check`", message)[0].removesuffix(".")
         self.findings.append(Finding(kind, message, str(file), episode, warning))
 
     @property

@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 
 from vlaforge.data.check.columns import check_constant, check_duplicates, check_values, digest
-from vlaforge.data.check.findings import Report
+from vlaforge.data.check.findings import Report, brief
 from vlaforge.data.errors import UserError
 from vlaforge.data.readers.hdf5 import LAYOUTS, resolve_layout
 from vlaforge.data.readers.hdf5.files import open_hdf5, picture
@@ -27,9 +27,14 @@ def check_hdf5(report: Report, path: Path, layout: str | None, options: Options,
         except UserError as error:
             report.add("files", str(error), file)
     report.looked += [f"HDF5 {layout}", f"{len(recordings)} episodes"]
-    whole = [episode for episode, recording in enumerate(recordings) if _check_recording(report, episode, recording)]
+    whole = [
+        episode
+        for episode, recording in enumerate(recordings)
+        if _check_recording(report, episode, recording, recordings[0])
+    ]
     digests, files = {}, {episode: _where(recordings[episode]) for episode in whole}
     vectors: dict[str, dict[int, np.ndarray]] = {ACTION: {}, STATE: {}}
+    sizes: dict[int, dict[str, tuple[int, ...]]] = {}
     for episode in whole:
         recording = recordings[episode]
         own = {ACTION: recording.action, STATE: recording.state}
@@ -38,7 +43,8 @@ def check_hdf5(report: Report, path: Path, layout: str | None, options: Options,
         for key, values in own.items():
             check_values(report, key, values, files[episode], episode)
             vectors[key][episode] = values
-        _check_pictures(report, episode, recording, frames)
+        sizes[episode] = _check_pictures(report, episode, recording, frames)
+    _check_sizes(report, sizes, files)
     for key, held in vectors.items():
         widths = {values.shape[1] for values in held.values()}
         if len(widths) > 1:
@@ -52,8 +58,9 @@ def _where(recording: Recording) -> str:
     return f"{recording.file}:/{recording.group}" if recording.group else str(recording.file)
 
 
-def _check_recording(report: Report, episode: int, recording: Recording) -> bool:
-    """Findings on lengths; False where the recording cannot be looked at further."""
+def _check_recording(report: Report, episode: int, recording: Recording, first: Recording) -> bool:
+    """Findings on lengths, and on what only one of this and the first recording has; False where it cannot be looked at
+    further."""
     where = _where(recording)
     if recording.length == 0:
         report.add("episodes", "holds no rows", where, episode)
@@ -63,25 +70,29 @@ def _check_recording(report: Report, episode: int, recording: Recording) -> bool
     if recording.state is not None and len(recording.state) != recording.length:
         message = f"has {recording.length} actions but {len(recording.state)} states"
         report.add("rows", message, where, episode)
+    if (recording.state is None) != (first.state is None):
+        report.add(
+            "types", f"has {'no' if recording.state is None else 'a'} state, unlike {_where(first)}", where, episode
+        )
+    if set(recording.cameras) != set(first.cameras):
+        own, other = (brief(sorted(each.cameras)) or "none" for each in (recording, first))
+        report.add("types", f"has the cameras {own}, but {_where(first)} has {other}", where, episode)
     with open_hdf5(recording.file) as file:
-        holder = file[recording.group or "/"]
-        stated = holder.attrs.get("num_samples")
-        if stated is not None and int(stated) != recording.length:
-            report.add("rows", f"num_samples is {int(stated)}, but it has {recording.length} actions", where, episode)
-        for camera, name in recording.cameras.items():
-            frames = holder.get(name)
-            if not isinstance(frames, h5py.Dataset):
-                report.add("files", f"lacks the frames '{name}' of camera '{camera}'", where, episode)
-            elif len(frames) != recording.length:
-                few = len(frames) < recording.length
-                message = f"camera '{camera}' has {len(frames)} frames for {recording.length} rows"
-                report.add("video", message, where, episode, warning=not few)
+        stated = file[recording.group or "/"].attrs.get("num_samples")
+    if stated is not None and stated != recording.length:
+        report.add("rows", f"num_samples is {stated}, but it has {recording.length} actions", where, episode)
+    for camera, count in recording.frames.items():
+        if count != recording.length:
+            message = f"camera '{camera}' has {count} frames for {recording.length} rows"
+            report.add("video", message, where, episode, warning=count > recording.length)
     return True
 
 
-def _check_pictures(report: Report, episode: int, recording: Recording, frames: str) -> None:
+def _check_pictures(report: Report, episode: int, recording: Recording, frames: str) -> dict[str, tuple[int, ...]]:
+    """Findings on pictures that cannot be decoded or change their size; returns each camera's size."""
+    found: dict[str, tuple[int, ...]] = {}
     if frames == "none":
-        return
+        return found
     with open_hdf5(recording.file) as file:
         holder = file[recording.group or "/"]
         for camera, name in recording.cameras.items():
@@ -98,6 +109,19 @@ def _check_pictures(report: Report, episode: int, recording: Recording, frames: 
             if len(sizes) > 1:
                 message = f"camera '{camera}' has pictures of sizes {sorted(sizes)}"
                 report.add("types", message, _where(recording), episode)
+            found[camera] = next(iter(sizes))
+    return found
+
+
+def _check_sizes(report: Report, sizes: dict[int, dict[str, tuple[int, ...]]], files: dict[int, str]) -> None:
+    """Each camera has pictures of one size in all recordings."""
+    seen: dict[str, tuple[tuple[int, ...], int]] = {}
+    for episode, own in sizes.items():
+        for camera, size in own.items():
+            like, other = seen.setdefault(camera, (size, episode))
+            if size != like:
+                message = f"camera '{camera}' is {size[0]} x {size[1]}, but {like[0]} x {like[1]} in episode {other}"
+                report.add("types", message, files[episode], episode)
 
 
 def _report_widths(report: Report, key: str, held: dict[int, np.ndarray], files: dict[int, str]) -> None:

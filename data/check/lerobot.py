@@ -52,14 +52,15 @@ def check_lerobot(report: Report, path: Path, version: str | None, backend: str 
     except UserError as error:
         if not (path / "meta").is_dir():
             raise
-        report.add("files", str(error).removesuffix("."), "meta")
+        report.add("files", str(error), "meta")
         return
     report.looked += [f"LeRobot {layout.version}", f"{len(entries)} episodes", f"{len(features.videos)} videos each"]
     _check_table(report, layout, entries, tasks)
-    seen = _check_files(report, layout, features, entries, tasks)
+    filled = [entry for entry in entries if entry.length > 0]
+    seen = _check_files(report, layout, features, filled, tasks)
     _check_whole(report, layout, features, entries, seen)
-    check_videos(report, path, layout, features, entries, backend, frames)
-    _check_pictures(report, path, features, entries, seen, frames)
+    check_videos(report, path, layout, features, filled, backend, frames)
+    _check_pictures(report, path, features, filled, seen, frames)
 
 
 # ---------------------------------------------------------------------------------------------------- episode table
@@ -165,7 +166,7 @@ def _check_episode(
     try:
         place = place_of(entry, columns, rows, Path(entry.data))
     except UserError as error:
-        report.add("rows", str(error).partition(": run `forge-data")[0], entry.data, entry.index)
+        report.add("rows", str(error), entry.data, entry.index)
         return
     own = {key: values[place] for key, values in columns.items()}
     if isinstance(place, np.ndarray):

@@ -87,6 +87,8 @@ def _strips(dataset: Dataset) -> Iterator[str]:
     for number in _spread(len(dataset.episodes), _EPISODES):
         episode = dataset.episodes[number]
         positions = _positions(dataset, number)
+        if not positions:  # no row of it starts a sample
+            continue
         samples = dataset.get_many(positions, DataNeeds())
         for name in dataset.info.cameras:
             caption = f"episode {episode.index} · {name} · {samples[0].get('task', '')}"

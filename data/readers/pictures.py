@@ -20,7 +20,9 @@ def decode_picture(data: bytes | memoryview | np.ndarray, where: str) -> np.ndar
             if picture.mode not in _EIGHT_BIT:
                 raise DecodeError(f"The picture of {where} has mode {picture.mode}; expected 8 bits a channel.")
             return np.asarray(picture.convert("RGB"))
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+    except UnidentifiedImageError:
+        raise DecodeError(f"Cannot decode the picture of {where}: its {len(data)} bytes are no known picture") from None
+    except (OSError, SyntaxError, ValueError) as error:
         raise DecodeError(f"Cannot decode the picture of {where}: {error}") from error
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from vlaforge.data import rotation
 from vlaforge.data.dataset import Episode
 from vlaforge.data.errors import UserError
-from vlaforge.data.readers.hdf5.files import hdf5_files, open_hdf5, text_of
+from vlaforge.data.readers.hdf5.files import frame_counts, hdf5_files, open_hdf5, text_of
 from vlaforge.data.readers.hdf5.reader import Hdf5Reader
 from vlaforge.data.readers.hdf5.recordings import Collection, Options, Recording
 from vlaforge.data.schema import ACTION, ACTION_IS_PAD, STATE, DataNeeds, Sample
@@ -82,7 +82,8 @@ def collect(path: Path, options: Options) -> Collection:
             values = np.concatenate(arms[-1].poses, axis=1)
             cameras = {key.rsplit("/", 1)[-1]: key for key in keys}
             task = text_of(file.get(language)) or ""
-            recordings.append(Recording(name, "", len(values), task, cameras, values, values))
+            frames = frame_counts(file, cameras)
+            recordings.append(Recording(name, "", len(values), task, cameras, values, values, frames))
     names = tuple(f"{side}_{name}" for side in ("left", "right") for name in ARM_NAMES)
     return Collection(NAME, recordings, options.fps or FPS, names, names, robot, extra=arms)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import h5py
 
 from vlaforge.data.errors import UserError
-from vlaforge.data.readers.hdf5.files import hdf5_files, open_hdf5, text_of
+from vlaforge.data.readers.hdf5.files import frame_counts, hdf5_files, open_hdf5, rate_of, text_of
 from vlaforge.data.readers.hdf5.recordings import Collection, Options, Recording, joined
 
 NAME, FPS = "aloha", 50.0
@@ -31,7 +31,7 @@ def collect(path: Path, options: Options) -> Collection:
             if not matches(file):
                 raise UserError(f"{name} is not an ALOHA recording: it lacks {HOLDS}.")
             recordings.append(_recording(name, file, options))
-            rates.add(float(file.attrs.get("fps", file.attrs.get("frequency", 0))))
+            rates.add(rate_of(file.attrs.get("fps", file.attrs.get("frequency"))))
     fps = options.fps or max(rates) or FPS
     notes = [] if options.fps or max(rates) else [f"the recordings give no rate; {FPS:g} frames a second assumed"]
     if not all(recording.task for recording in recordings):
@@ -46,4 +46,4 @@ def _recording(name: Path, file: h5py.File, options: Options) -> Recording:
     key = options.language_key or "language_instruction"
     task = text_of(file.get(key)) or text_of(file.attrs.get(key)) or text_of(file.attrs.get("task")) or ""
     cameras = {camera: f"observations/images/{camera}" for camera in file["observations/images"]}
-    return Recording(name, "", len(action), task, cameras, action, state)
+    return Recording(name, "", len(action), task, cameras, action, state, frame_counts(file, cameras))

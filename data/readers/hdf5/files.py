@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,23 @@ def text_of(value: Any) -> str | None:
     if isinstance(value, list | tuple):
         value = value[0] if value else None
     if isinstance(value, bytes):
-        value = value.decode("utf-8")
+        value = value.decode("utf-8", "replace")
     return str(value) if value is not None and str(value).strip() else None
+
+
+def rate_of(value: Any) -> float:
+    """Rows a second that an attribute gives; 0 where it gives none that makes sense."""
+    try:
+        rate = float(value)
+    except (TypeError, ValueError):
+        return 0.0
+    return rate if 0 < rate < float("inf") else 0.0
+
+
+def frame_counts(group: h5py.Group, cameras: Mapping[str, str]) -> dict[str, int]:
+    """Frames that each camera has; 0 where its path is no dataset."""
+    found = {camera: group.get(path) for camera, path in cameras.items()}
+    return {camera: len(item) if isinstance(item, h5py.Dataset) and item.shape else 0 for camera, item in found.items()}
 
 
 def picture(frames: h5py.Dataset, row: int, where: str) -> np.ndarray:

@@ -128,7 +128,7 @@ class Hdf5Reader(Dataset):
 
 
 def _check_alike(recordings: Sequence[Recording]) -> None:
-    """Same cameras and sizes of action and state in all recordings, a state for each action, or UserError."""
+    """Same cameras and sizes of action and state in all recordings, state and frames for each action, or UserError."""
     first = recordings[0]
     for recording in recordings:
         where = f"{recording.file}:/{recording.group}"
@@ -139,6 +139,9 @@ def _check_alike(recordings: Sequence[Recording]) -> None:
                 f"{where} has the cameras {', '.join(recording.cameras) or '(none)'}, but {first.file} has "
                 f"{', '.join(first.cameras) or '(none)'}."
             )
+        for camera, count in recording.frames.items():
+            if count < recording.length:
+                raise UserError(f"{where}: camera '{camera}' has {count} frames for {recording.length} rows.")
         for what, values, like in (("action", recording.action, first.action), ("state", recording.state, first.state)):
             if (values is None) != (like is None):
                 raise UserError(f"{where}: the {what} is in some recordings and not in others.")

@@ -27,7 +27,8 @@ class Options:
 class Recording:
     """One episode. Paths inside `file` are below `group`; `cameras` maps a name to the path of its frames.
 
-    `action` and `state` are float32 [length, A] and [length, S] (None where there is no state).
+    `action` and `state` are float32 [length, A] and [length, S] (None where there is no state); `frames` are how many
+    each camera has.
     """
 
     file: Path
@@ -37,6 +38,7 @@ class Recording:
     cameras: Mapping[str, str]
     action: np.ndarray
     state: np.ndarray | None
+    frames: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ def joined(group: h5py.Group, key: str, what: str, option: str) -> np.ndarray:
         values = group[name][()]
         if values.dtype.kind not in "fiub" or values.ndim == 0:
             raise UserError(f"{group.file.filename}:{group.name}/{name} holds no rows of numbers.")
-        parts.append(values.reshape(len(values), -1).astype(np.float32))
+        width = int(np.prod(values.shape[1:]))
+        parts.append(values.reshape(len(values), width).astype(np.float32))
     lengths = {len(part) for part in parts}
     if len(lengths) > 1:
         raise UserError(f"{group.file.filename}:{group.name}: {key} have unequal lengths {sorted(lengths)}.")

@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 
 from vlaforge.data.errors import UserError
-from vlaforge.data.readers.hdf5.files import hdf5_files, natural, open_hdf5, text_of
+from vlaforge.data.readers.hdf5.files import frame_counts, hdf5_files, natural, open_hdf5, rate_of, text_of
 from vlaforge.data.readers.hdf5.recordings import Collection, Options, Recording, joined
 
 NAME, FPS = "robomimic", 20.0
@@ -49,13 +49,16 @@ def collect(path: Path, options: Options) -> Collection:
             if not matches(file):
                 raise UserError(f"{name} is not a robomimic or LIBERO file: it lacks {HOLDS}.")
             demos = sorted((demo for demo in file["data"] if _is_demo(file["data"][demo])), key=natural)
+            broken = [demo for demo in file["data"] if demo.startswith("demo") and demo not in demos]
+            if broken:
+                raise UserError(f"{name}: data/{broken[0]} lacks actions or obs ({len(broken)} such in all).")
             numbers = {demo: len(recordings) + number for number, demo in enumerate(demos)}
             state_key = options.state_key or _state_key(file["data"][demos[0]])
             recordings += [_recording(name, file, demo, state_key, options) for demo in demos]
             for split, members in file.get("mask", {}).items():
                 known = [text_of(member) for member in members[()]]
                 splits.setdefault(split, []).extend(numbers[demo] for demo in known if demo in numbers)
-            rates.add(_rate(file["data"].attrs) or 0.0)
+            rates.add(_rate(file["data"].attrs))
     if not options.state_key:
         notes.append(f"state made of {state_key or 'nothing'}")
     fps = options.fps or max(rates) or FPS
@@ -77,7 +80,8 @@ def _recording(path: Path, file: h5py.File, name: str, state_key: str | None, op
     action = joined(demo, options.action_key or "actions", "action", "data.action_key")
     state = joined(demo, state_key, "state", "data.state_key") if state_key else None
     cameras = {key: f"obs/{key}" for key, item in demo["obs"].items() if _is_frames(item)}
-    return Recording(path, f"data/{name}", len(action), _task(path, file, demo, options), cameras, action, state)
+    task, frames = _task(path, file, demo, options), frame_counts(demo, cameras)
+    return Recording(path, f"data/{name}", len(action), task, cameras, action, state, frames)
 
 
 def _is_frames(item: object) -> bool:
@@ -95,11 +99,10 @@ def _task(path: Path, file: h5py.File, demo: h5py.Group, options: Options) -> st
     return path.stem.removesuffix("_demo").replace("_", " ")
 
 
-def _rate(attributes: Mapping[str, Any]) -> float | None:
+def _rate(attributes: Mapping[str, Any]) -> float:
     arguments = _json(attributes.get("env_args"))
     inner = arguments.get("env_kwargs")
-    rate = (inner if isinstance(inner, dict) else arguments).get("control_freq")
-    return float(rate) if rate else None
+    return rate_of((inner if isinstance(inner, dict) else arguments).get("control_freq"))
 
 
 def _json(value: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def read_schema(path: Path) -> pa.Schema:
 def read_text(path: Path) -> str:
     """UserError when the file cannot be read, or is not text."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # some editors write a mark in front
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
@@ -46,7 +46,7 @@ def read_json(path: Path) -> Any | None:
 def read_lines(path: Path, required: Mapping[str, type]) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file, each with the keys `required` of these types. UserError names file and line."""
     lines = []
-    for number, text in enumerate(read_text(path).splitlines(), start=1):
+    for number, text in enumerate(read_text(path).split("\n"), start=1):  # not splitlines: texts may hold U+2028
         if not text.strip():
             continue
         try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,11 @@ class V30(Layout):
     def _video(self, row: Mapping[str, Any], key: str) -> tuple[str, int]:
         """(path, first frame) of an episode in its video."""
         at = {name: row[f"videos/{key}/{name}"] for name in ("chunk_index", "file_index")}
-        start = frame_of(row[f"videos/{key}/from_timestamp"], self.info["fps"])
+        seconds = row[f"videos/{key}/from_timestamp"]
+        if not (isfinite(seconds) and seconds >= 0):
+            where = f"episode {row['episode_index']} of {self.root / 'meta/episodes'}"
+            raise UserError(f"{where} starts at {seconds} s of its video '{key}', which is no time: {CHECK}.")
+        start = frame_of(seconds, self.info["fps"])
         return self._path("video", video_key=key, **at), start
 
     def tasks(self) -> dict[int, str]:

@@ -12,17 +12,44 @@ from typing import Any
 import numpy as np
 
 from vlaforge.data.errors import UserError
+from vlaforge.data.readers.lerobot.files import read_schema, read_table
 from vlaforge.data.readers.lerobot.layouts import CHECK, Entry
 
 
 def by_number(root: Path, entries: Sequence[Entry]) -> dict[int, Entry]:
-    """The episodes by their numbers. UserError when one is listed twice."""
+    """The episodes by their numbers. UserError when there is none, or one is listed twice or has an odd length."""
     found: dict[int, Entry] = {}
+    if not entries:
+        raise UserError(f"{root}: the metadata lists no episodes.")
     for entry in entries:
+        if entry.length < 0:
+            raise UserError(f"{root}: episode {entry.index} has length {entry.length} in the metadata; {CHECK}.")
         if entry.index in found:
             raise UserError(f"{root}: episode {entry.index} is listed twice in the metadata; {CHECK}.")
         found[entry.index] = entry
     return found
+
+
+def without_empty(root: Path, entries: Sequence[Entry]) -> tuple[list[Entry], list[str]]:
+    """(the episodes that have rows, a note on those that have none).
+
+    UserError when no episode has any, or one has rows although its length is 0.
+    """
+    kept, empty = [], []
+    for entry in entries:
+        (kept if entry.length else empty).append(entry)
+    if not kept:
+        raise UserError(f"{root}: the chosen episodes have no rows ({len(empty)} of length 0).")
+    for entry in empty:
+        if (root / entry.data).is_file() and "episode_index" in read_schema(root / entry.data).names:
+            numbers = read_table(root / entry.data, ["episode_index"])["episode_index"].to_numpy()
+            if held := int((numbers == entry.index).sum()):
+                raise UserError(
+                    f"Episode {entry.index} has length 0 in its metadata, but {root / entry.data} holds {held} rows of "
+                    f"it: {CHECK}."
+                )
+    listed = ", ".join(str(entry.index) for entry in empty)
+    return kept, [f"episodes without rows are left out: {listed}"] if empty else []
 
 
 def check_overlaps(root: Path, entries: Sequence[Entry]) -> None:

@@ -15,7 +15,14 @@ from vlaforge.data.errors import UserError, nearest, unknown
 from vlaforge.data.readers.lerobot.features import dimension_names, parse_features
 from vlaforge.data.readers.lerobot.images import PictureStore
 from vlaforge.data.readers.lerobot.layouts import CHECK, Entry, open_layout
-from vlaforge.data.readers.lerobot.opening import by_number, check_files, check_finite, check_overlaps, check_width
+from vlaforge.data.readers.lerobot.opening import (
+    by_number,
+    check_files,
+    check_finite,
+    check_overlaps,
+    check_width,
+    without_empty,
+)
 from vlaforge.data.readers.lerobot.rows import Rows
 from vlaforge.data.readers.lerobot.stored import merge_episodes, per_channel
 from vlaforge.data.readers.selection import select
@@ -50,7 +57,7 @@ class LeRobotReader(Dataset):
         by_index = by_number(path, entries)
         check_overlaps(path, entries)
         chosen = select(list(by_index), episodes, split, info.get("splits") or {})
-        self.entries = [by_index[index] for index in chosen]
+        self.entries, self.notes = without_empty(path, [by_index[index] for index in chosen])
         self.episodes = [Episode(e.index, e.length, e.start, e.tasks, e.extra) for e in self.entries]
         check_files(path, self.entries)
         self.rows = Rows(path, self.entries)
@@ -59,7 +66,7 @@ class LeRobotReader(Dataset):
         self._tasks, self._language = self.layout.tasks(), language_key
         self._texts = self._task_texts()
         self.video = self._probe(video_backend)
-        self.notes = [self.video.note] if self.video else []
+        self.notes += [self.video.note] if self.video else []
         self._pool = VideoPool(self.video.backend if self.video else "", float(info["fps"]), open_videos)
         self._pictures = PictureStore(path, {self.features.camera_keys[n]: x for n, x in self.features.layouts.items()})
         self.info = self._describe(info)

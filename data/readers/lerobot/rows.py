@@ -119,7 +119,10 @@ def to_numpy(column: pa.ChunkedArray, what: str) -> np.ndarray:
             size, inner = array.type.list_size, array.flatten()
         elif pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
             lengths = np.unique(array.value_lengths().to_numpy(zero_copy_only=False))
-            if len(lengths) > 1 or np.isnan(lengths).any():
+            if array.null_count:
+                row = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
+                raise UserError(f"{what}: {array.null_count} of its {len(array)} rows are empty, first {row}: {CHECK}.")
+            if len(lengths) > 1:
                 raise UserError(f"{what}: its lists have unequal lengths ({_brief(lengths)}): {CHECK}.")
             size, inner = int(lengths[0]) if len(lengths) else 0, array.flatten()
         else:
