@@ -158,14 +158,15 @@ class CapturedStep:
 class BlockGraphs:
     """Blocks as CUDA graphs of their own forward and backward, sharing one pool; a new shape runs eagerly.
 
-    The graph of a block is recorded at its second training call, from the inputs of that call.
+    The graph of a block is recorded after `warmup` training calls, from the inputs of the next.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, warmup: int = 1) -> None:
+        self.warmup = warmup
         self._pool = torch.cuda.graph_pool_handle()
 
     def wrap(self, block: nn.Module) -> Callable[..., Any]:
-        """A forward for `block`: eager once, then recorded for the shapes seen; other shapes stay eager."""
+        """A forward for `block`: eager at first, then recorded for the shapes seen; other shapes stay eager."""
         forward = block.forward
         state: dict[str, Any] = {"calls": 0, "graphed": None, "key": None}
 
@@ -175,7 +176,7 @@ class BlockGraphs:
                 return forward(*args)
             key = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
             state["calls"] += 1
-            if state["graphed"] is None and state["calls"] == 2:
+            if state["graphed"] is None and state["calls"] == self.warmup + 1:
                 samples = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in tensors)
                 holder = _Callable(block, forward)
                 state["graphed"] = torch.cuda.make_graphed_callables(holder, samples, pool=self._pool)

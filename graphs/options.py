@@ -28,6 +28,8 @@ class PlanOptions:
             one.
         compile: ``on`` | ``off`` | ``auto`` (on for a GPU; off for a CPU, where a short run never earns it back).
         remat: ``none`` | ``selective`` | ``full`` recompute of the repeated blocks in the backward.
+        remat_modules, remat_skip: patterns (`graphs.patterns`) of the modules to recompute instead of the blocks, and
+            of those to keep after all; they mean ``full`` unless `remat` says ``selective``.
         batch_size: samples of one micro-batch on one device.
         accumulate: micro-batches of one optimiser step.
         world: number of devices.
@@ -37,6 +39,7 @@ class PlanOptions:
         fp32_masters: keep fp32 master weights when the compute dtype is bf16.
         adapters: LoRA adapters are attached (their base weights must keep their own storage).
         buckets: for `static_shapes`: multiple that trimmed axes are rounded up to; 0 takes the contract's own.
+        graph_warmup: eager steps before a CUDA graph is captured; None takes the pass's own number.
         with_, without: passes asked for, or switched off, by name.
         fuel: apply only the first `fuel` sites of the plan, in its order; None applies all.
     """
@@ -45,6 +48,8 @@ class PlanOptions:
     device: str = "auto"
     compile: Literal["auto", "on", "off"] = "auto"
     remat: Literal["none", "selective", "full"] = "none"
+    remat_modules: tuple[str, ...] = ()
+    remat_skip: tuple[str, ...] = ()
     batch_size: int = 1
     accumulate: int = 1
     world: int = 1
@@ -54,6 +59,7 @@ class PlanOptions:
     fp32_masters: bool = True
     adapters: bool = False
     buckets: int = 0
+    graph_warmup: int | None = None
     with_: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     fuel: int | None = None

@@ -147,10 +147,30 @@ class TrainingArgs:
     without_passes: tuple[str, ...] = lower((), "Passes to turn off", name="without", example="PASS,...")
     remat: str = lower("none", "What the backward computes again instead of keeping it: parts of a block, or all of it",
                        choices=["none", "selective", "full"])
+    activation_checkpoint_module_patterns: tuple[str, ...] = lower(
+        (), "Modules computed again in the backward, instead of the blocks; * stays within a segment",
+        example="layers.*.language,...")
+    activation_checkpoint_skip_modules: tuple[str, ...] = lower(
+        (), "Those of them that are kept after all", example="layers.0.language,...")
     buckets: int = lower(0, "With fixed shapes: round lengths up to a multiple of this; 0 is the model's own", low=0)
     fuel: int | None = lower(None, "Apply only the first N changes of the plan, to find a faulty one", low=0)
     device_kind: str | None = lower(None, "Device to plan for with --plan or --dry-run; unset, this one",
                                     example="cpu|cuda|h200")
+    cuda_graph_impl: str = lower("none", "CUDA graphs: none or local; unless you set it, the plan decides",
+                                 choices=["none", "local"])
+    cuda_graph_scope: str = lower("full_iteration", "Captured: the whole step (graph_step), or each block's forward "
+                                  "and backward (graph_blocks)", choices=["full_iteration", "per_microbatch"])
+    cuda_graph_warmup_steps: int = lower(3, "Steps that run eagerly before a capture; DDP needs eleven", low=1)
+    cuda_graph_pad_length: int | None = lower(None, "Round lengths up to multiples of this, as --buckets; 0 leaves it "
+                                              "to the plan", low=0)
+    cuda_graph_ddp_sync_in_graph: bool = lower(False, "With ddp: capture the reduction too; unless you set it, the "
+                                               "scope decides")
+    cuda_graph_grad_sync_bucket_mb: float = lower(200.0, "With ddp: size of a bucket in MB; unless you set it, DDP's",
+                                                  above=0)
+    cuda_graph_grad_sync_impl: str = lower("coalesced", "With ddp: gradients in buckets, or flat in a single one",
+                                           choices=["coalesced", "flat"])
+    cuda_graph_grad_sync_dtype: str = lower("fp32", "With ddp: precision in which gradients are sent",
+                                            choices=["fp32", "bf16"])
     verify_compile: int = lower(0, "Compare N lowered steps with plain ones before training", low=0)
 
     use_lora: bool = lora(False, "Train low-rank adapters beside frozen weights")
@@ -209,6 +229,10 @@ class TrainingArgs:
                                    "gradients are not accumulated")
     ddp_gradient_as_bucket_view: bool = ranks(False, "Gradients live in DDP's buffers; unless you set it, on")
     ddp_bucket_cap_mb: int | None = ranks(None, "Size of DDP's buckets in MB; unset, torch's", low=1)
+    ddp_bucket_cap_mb_list: tuple[int, ...] = ranks((), "Sizes of DDP's buckets in MB, in the order they get ready",
+                                                    low=1)
+    ddp_skip_all_reduce_unused_params: bool = ranks(False, "Send no bucket in which no parameter was used")
+    ddp_batched_grad_copy: bool = ranks(False, "Copy a bucket's gradients at once")
     ddp_broadcast_buffers: bool = ranks(False, "Send rank 0's buffers to all before each forward")
     ddp_init_sync: bool = ranks(True, "Send rank 0's weights to all at the start")
     ddp_comm_hook: str | None = ranks(None, "How DDP sends gradients",

@@ -26,6 +26,7 @@ from vlaforge.runtime.checkpoint.resumed import check_resumed, check_resumed_opt
 from vlaforge.runtime.checkpoint.store import Checkpoints
 from vlaforge.runtime.checkpoint.weights import check_pretrained, find_weights
 from vlaforge.runtime.config import Resolved
+from vlaforge.runtime.cuda_graphs import graph_options
 from vlaforge.runtime.memory import check_memory
 from vlaforge.runtime.optim import executor
 from vlaforge.runtime.params import build_groups_of, split_names
@@ -161,12 +162,12 @@ def plan_options(args: TrainingArgs, device: torch.device) -> PlanOptions:
         device=kind,
         compile="on" if args.compile else "off",
         remat=args.remat,
-        buckets=args.buckets,
+        remat_modules=args.activation_checkpoint_module_patterns,
+        remat_skip=args.activation_checkpoint_skip_modules,
         batch_size=args.per_device_batch_size,
         accumulate=args.gradient_accumulation_steps,
-        with_=args.with_passes,
-        without=args.without_passes,
         fuel=args.fuel,
         world=world,
         strategy=strategy_of(args, world),
+        **graph_options(args),
     )

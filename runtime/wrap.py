@@ -27,6 +27,7 @@ from vlaforge.data.errors import UserError, unknown
 from vlaforge.graphs.passes.precision import kept_fp32
 from vlaforge.models.base import EmbodiedModel, Losses, LossTerm
 from vlaforge.runtime.args import TrainingArgs
+from vlaforge.runtime.cuda_graphs import grad_sync
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STRATEGIES = ("none", "ddp", "zero1", "fsdp", "hsdp")
@@ -90,21 +91,38 @@ def wrap_ddp(model: EmbodiedModel, args: TrainingArgs, device: torch.device) -> 
         static = not accumulates and not unused
     elif static and accumulates:
         raise UserError("--ddp-static-graph does not go with --gradient-accumulation-steps above 1.")
+    bucket, hook = grad_sync(args)
     wrapped = DistributedDataParallel(
         model,
         device_ids=[torch.cuda.current_device()] if device.type == "cuda" else None,
-        bucket_cap_mb=args.ddp_bucket_cap_mb,
+        bucket_cap_mb=bucket,
         find_unused_parameters=unused,
         gradient_as_bucket_view=args.ddp_gradient_as_bucket_view or not args.was_set("ddp_gradient_as_bucket_view"),
         static_graph=static,
         **{_BUFFERS: args.ddp_broadcast_buffers},
+        **_newer(args),
         init_sync=args.ddp_init_sync,
     )
-    if args.ddp_comm_hook is not None:
+    if hook is not None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-        wrapped.register_comm_hook(None, getattr(default_hooks, args.ddp_comm_hook))
+        wrapped.register_comm_hook(None, getattr(default_hooks, hook))
     return wrapped
+
+
+def _newer(args: TrainingArgs) -> dict[str, Any]:
+    """What was asked for of the arguments that not every torch's DDP has. UserError where this one lacks it."""
+    asked = {
+        "bucket_cap_mb_list": list(args.ddp_bucket_cap_mb_list),
+        "skip_all_reduce_unused_params": args.ddp_skip_all_reduce_unused_params,
+        "batched_grad_copy": args.ddp_batched_grad_copy,
+    }
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    for name, value in asked.items():
+        if value and name not in known:
+            flag = f"--ddp-{name.replace('_', '-')}"
+            raise UserError(f"{flag} needs a newer torch: DDP of {torch.__version__} has no such argument.")
+    return {name: value for name, value in asked.items() if value}
 
 
 # ------------------------------------------------------------------------------------------------- fsdp

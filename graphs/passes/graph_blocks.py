@@ -41,7 +41,7 @@ class GraphBlocks(Pass):
         ]
 
     def apply(self, target: nn.Module, sites: Sequence[Site], context: Context) -> None:
-        graphs = BlockGraphs()
+        graphs = BlockGraphs(context.options.graph_warmup or 1)
         for site in sites:
             block = target.get_submodule(site.path)
             block.forward = graphs.wrap(block)

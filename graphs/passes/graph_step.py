@@ -14,6 +14,9 @@ from vlaforge.graphs.overlap import frozen_encoders
 from vlaforge.graphs.passes.base import Context, Decision, Pass, Site, StepParts, claim
 from vlaforge.graphs.passes.static_shapes import varying
 
+WARMUP, WARMUP_DDP = 3, 11
+"""Eager steps before a capture. DDP rebuilds its buckets, and may only be captured, after eleven on a side stream."""
+
 
 def repeating(context: Context) -> Decision:
     """Whether the shapes that reach the device come from a small set."""
@@ -50,6 +53,7 @@ class GraphStep(Pass):
         return [Site("step", "step", (claim("capture", ""),))]
 
     def apply(self, target: StepParts, sites: Sequence[Site], context: Context) -> None:
-        # DDP only rebuilds its buckets, and may only be captured, after eleven eager steps on a side stream.
-        warmup = 11 if context.options.strategy == "ddp" else 3
+        warmup = context.options.graph_warmup or WARMUP
+        if context.options.strategy == "ddp":
+            warmup = max(warmup, WARMUP_DDP)
         target.step = CapturedStep(target.step, target.device, warmup=warmup)

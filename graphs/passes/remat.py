@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from vlaforge.graphs.passes.base import Context, Decision, Pass, Site, claim
+from vlaforge.graphs.patterns import select
 
 aten = torch.ops.aten
 DEAR = {
@@ -66,13 +67,27 @@ class Remat(Pass):
 
     def decide(self, model: nn.Module, context: Context) -> Decision:
         mode = self.mode(context)
+        if context.options.remat_skip and not context.options.remat_modules:
+            self._chosen(model, context)  # says what is missing
         if mode == "none":
             return Decision(False, "activations are kept (--remat selective or full saves memory)")
+        if context.options.remat_modules:
+            return Decision(True, f"{mode}: the {len(self._chosen(model, context))} modules that were named")
         kept = "block inputs" if mode == "full" else "block inputs, matrix products, attention"
         return Decision(True, f"{mode}: keeps {kept}")
 
     def sites(self, model: nn.Module, context: Context) -> list[Site]:
+        if context.options.remat_modules:
+            # A part that `pack` joins with others is no module any more.
+            aspects = ("recompute", "storage")
+            return [Site(p, p, tuple(claim(aspect, p) for aspect in aspects)) for p in self._chosen(model, context)]
         return [Site(name, group.path, (claim("recompute", name),)) for group in model.blocks() for name in group.names]
+
+    @staticmethod
+    def _chosen(model: nn.Module, context: Context) -> list[str]:
+        options = context.options
+        flags = ("--activation-checkpoint-module-patterns", "--activation-checkpoint-skip-modules")
+        return select(model, options.remat_modules, options.remat_skip, *flags)
 
     def apply(self, target: nn.Module, sites: Sequence[Site], context: Context) -> None:
         for site in sites:
@@ -80,7 +95,9 @@ class Remat(Pass):
             block.forward = Recomputed(block.forward, self.mode(context) == "selective")
 
     def mode(self, context: Context) -> str:
-        """The option; asking for the pass by name without saying how means `selective`."""
+        """The option. Without it, named modules mean `full`, and asking for the pass by name means `selective`."""
+        if context.options.remat == "none" and context.options.remat_modules:
+            return "full"
         if context.options.remat == "none" and self.name in context.asked:
             return "selective"
         return context.options.remat
