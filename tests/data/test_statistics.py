@@ -298,7 +298,7 @@ def test_two_processes_at_once_leave_one_whole_file(tmp_path):
     both = [context.Process(target=_compute_together, args=(barrier, results, tmp_path)) for _ in range(2)]
     for process in both:
         process.start()
-    printed = {results.get(timeout=60) for _ in both}
+    printed = {results.get(timeout=300) for _ in both}
     for process in both:
         process.join(30)
         assert process.exitcode == 0

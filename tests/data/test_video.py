@@ -260,9 +260,9 @@ def test_forked_workers_do_not_share_the_parents_files(metaworld):
     for child in children:
         child.start()
     again = np.stack([dataset.get(n, DataNeeds())["observation.images.scene"] for n in positions])
-    answers = [queue.get(timeout=60) for _ in children]
+    answers = [queue.get(timeout=300) for _ in children]
     for child in children:
-        child.join(60)
+        child.join(300)
         assert child.exitcode == 0
     for answer in [again, *answers]:
         np.testing.assert_array_equal(answer, expected)
@@ -292,7 +292,7 @@ def test_importing_the_readers_needs_no_optional_decoder():
         "import sys\nfor name in ('torchcodec', 'cv2', 'decord', 'torchvision'): sys.modules[name] = None\n"
         "import vlaforge.data.readers, vlaforge.data.check, vlaforge.data.convert\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_a_rate_that_is_no_whole_number(tmp_path, numbers):

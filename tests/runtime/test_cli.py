@@ -260,7 +260,7 @@ def test_as_a_real_process(tmp_path):
     root = Path(__file__).resolve().parents[2]
 
     def run(*argv: str):
-        return subprocess.run([command, *argv], cwd=root, capture_output=True, text=True, timeout=120)
+        return subprocess.run([command, *argv], cwd=root, capture_output=True, text=True, timeout=300)
 
     wrong = run("--model", "pi5")
     assert (wrong.returncode, wrong.stdout) == (2, "")
