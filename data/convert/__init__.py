@@ -15,7 +15,7 @@ from pathlib import Path
 
 from vlaforge.data.check import Report, check
 from vlaforge.data.convert import hdf5, lerobot
-from vlaforge.data.convert.output import check_output, whole_folder
+from vlaforge.data.convert.output import check_output, leftovers, whole_folder
 from vlaforge.data.convert.writer import Limits
 from vlaforge.data.errors import UserError, unknown
 from vlaforge.data.readers import open_dataset
@@ -73,6 +73,8 @@ def convert(source: Path, goal: Path, how: Conversion, say: Callable[[str], None
     )
     for note in reader.notes:
         say(note)
+    for folder in leftovers(goal):
+        say(f"{folder} is unfinished: a conversion that was stopped left it, unless one is running; remove it")
     with whole_folder(source, goal) as work:
         if how.format == "hdf5_datasets":
             if how.target != "v3.0":

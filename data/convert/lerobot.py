@@ -26,8 +26,9 @@ _DROPPED = ("codebase_version", "total_chunks", "total_videos", "splits", "featu
 def to_v21(reader: LeRobotReader, work: Path, say: Say) -> None:
     """Copies a v2.0 dataset into the folder `work` and gives it the statistics of each episode that v2.1 has."""
     source = reader.root
+    left_out = (Path("meta/stats.json"), Path("meta/info.json"))  # the second comes last: without it this is no dataset
     for path in source.rglob("*"):
-        if path.is_file() and path.relative_to(source) != Path("meta/stats.json"):
+        if path.is_file() and path.relative_to(source) not in left_out:
             copy = work / path.relative_to(source)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, copy)

@@ -5,6 +5,7 @@ Whatever happens, also a kill, the source stays as it is, and the goal is either
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 import tempfile
@@ -50,6 +51,12 @@ def whole_folder(source: Path, goal: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
+
+
+def leftovers(goal: Path) -> list[Path]:
+    """Folders that conversions to `goal` left when they were killed (or are writing now)."""
+    goal = goal.expanduser().resolve()
+    return sorted(goal.parent.glob(f".{glob.escape(goal.name)}.*.partial"))
 
 
 def _existing(folder: Path) -> Path:

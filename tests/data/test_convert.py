@@ -225,7 +225,12 @@ def test_a_kill_leaves_the_source_and_no_goal(v21, copy_of, tmp_path):
     process.join(60)
     assert process.exitcode == -signal.SIGKILL and not goal.exists()
     assert tree(root) == before
-    convert(root, goal, Conversion(), quiet)
+    (unfinished,) = tmp_path.glob(".goal.*.partial")
+    with pytest.raises(UserError, match=r"meta/info\.json is missing"):
+        open_dataset(unfinished)
+    said: list[str] = []
+    convert(root, goal, Conversion(), said.append)
+    assert any(str(unfinished) in line and "remove it" in line for line in said)
     assert len(open_dataset(goal)) == 453 and tree(root) == before
 
 
