@@ -272,6 +272,12 @@ class Model(EmbodiedModel):
 
     # ------------------------------------------------------------------------------------------------ structure
 
+    def token_count(self, batch: Batch) -> int:
+        """Positions of the shared attention: video tokens (in ``idm`` twice, but for the given frame) and actions."""
+        config = self.config
+        frames = config.grid[0] * 2 - 1 if config.variant == "idm" else config.grid[0]
+        return batch.size * (frames * config.frame_tokens + config.action_horizon)
+
     def blocks(self) -> list[BlockGroup]:
         names = tuple(f"layers.{i}" for i in range(self.config.layers))
         return [BlockGroup("layers", names, methods=("texts", "extend", "act"))]

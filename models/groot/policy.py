@@ -315,6 +315,11 @@ class GrootPolicy(EmbodiedModel):
             x_BHA = x_BHA + velocity / steps * (1.0 if strength is None else strength)
         return x_BHA
 
+    def token_count(self, batch: Batch) -> int:
+        """Positions of the language model, and of the head: the state and the actions."""
+        samples, length = batch["token_mask"].shape
+        return samples * (length + 1 + self.config.action_horizon)
+
     def blocks(self) -> list[BlockGroup]:
         depth = len(self.head.context_blocks)
         groups = self.backbone_blocks()

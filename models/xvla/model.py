@@ -216,6 +216,10 @@ class Model(EmbodiedModel):
             action_BHA = self.predict(noise_BHA * t + action_BHA * (1 - t), obs, time_B, encoded).float()
         return self.space.finish(action_BHA)
 
+    def token_count(self, batch: Batch) -> int:
+        """Positions of the policy's sequence, soft prompts included; those of absent views are there as zeros."""
+        return batch.size * (self.config.sequence + self.config.len_soft_prompts)
+
     def blocks(self) -> list[BlockGroup]:
         groups = [
             BlockGroup(f"vision.stages.{s}.blocks", tuple(f"vision.stages.{s}.blocks.{i}" for i in range(depth)))
