@@ -1,54 +1,89 @@
 """hoist: what does not depend on the layer is computed once.
 
 A flow-matching time modulates every norm of an expert through a projection of its own: dozens of products with as many
-rows as there are samples, each too small to fill a device. Their weights are put together and all modulations come from
-one product before the first layer. Rotary tables and masks are made once by the models themselves.
+rows as there are samples, each too small to fill a device. Cross-attention layers that read one context each project it
+to keys and values. Models say where (`blocks.ahead`); the weights are put together, and one product before the first
+layer serves all. Rotary tables and masks are made once by the models themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import MethodType
 
 from torch import Tensor, nn
 
 from vlaforge.graphs.packing import install, pack_parameters
 from vlaforge.graphs.passes.base import Context, Decision, Pass, Site, claim
-from vlaforge.models.action.expert import LayerConditions
-from vlaforge.models.blocks.norms import AdaRMSNorm
+from vlaforge.models.blocks.ahead import Ahead, KeysValues, LayerConditions, LayerKeys
+
+KINDS = {LayerConditions: "modulations", LayerKeys: "keys_values"}
 
 
 class Modulations(nn.Module):
     """Stands in for `LayerConditions`: each modulated layer gets its own modulations instead of the condition."""
 
-    def __init__(self, packed: nn.Linear, rows: Sequence[int]):
+    def __init__(self, packed: nn.Linear, rows: Sequence[Sequence[int]]):
         super().__init__()
-        self.packed = packed
-        self.rows = tuple(rows)
+        self.packed, self.rows = packed, [sum(layer) for layer in rows]
 
     def forward(self, condition_BC: Tensor) -> list[Tensor]:
-        """[B, C] → for each layer [B, 3·D·(its norms)]."""
+        """[B, C] → for each layer [B, the rows of its projections]."""
         return list(self.packed(condition_BC.to(self.packed.weight.dtype)).split(self.rows, dim=-1))
 
 
-def _own_rows(self: AdaRMSNorm, modulations_BM: Tensor) -> Tensor:
-    """`AdaRMSNorm.modulation` of a norm whose modulation is in its layer's already."""
-    return modulations_BM[:, self.first_row : self.last_row]
+class AllKeys(nn.Module):
+    """Stands in for `LayerKeys`: keys and values of all layers from one product."""
+
+    def __init__(self, packed: nn.Linear, rows: Sequence[Sequence[int]]):
+        super().__init__()
+        self.packed, self.rows = packed, [count for layer in rows for count in layer]
+
+    def forward(self, context_BMC: Tensor) -> list[KeysValues]:
+        """[B, M, C] → for each layer (keys, values) [B, M, width]."""
+        parts = self.packed(context_BMC).split(self.rows, dim=-1)
+        return list(zip(parts[::2], parts[1::2]))
 
 
-def _norms_by_layer(model: nn.Module, count: int) -> list[list[str]] | None:
-    """Paths of the modulated norms that read each of the `count` conditions: those of the blocks of one group, in
-    order, and those outside of blocks for the last. None when the model is built otherwise."""
-    norms = [name for name, module in model.named_modules() if type(module) is AdaRMSNorm]
-    layers: list[list[str]] = []
-    for group in model.blocks():
-        inside = [[norm for norm in norms if norm.startswith(name + ".")] for name in group.names]
-        if all(inside):
-            layers += inside
-    rest = [norm for norm in norms if not any(norm in layer for layer in layers)]
-    if rest:
-        layers.append(rest)
-    return layers if len(layers) == count else None
+class Rows(nn.Module):
+    """Stands in for a projection whose product is made already: its rows of its layer's."""
+
+    def __init__(self, packed: nn.Linear, first: int, count: int):
+        super().__init__()
+        self.rows = slice(first, first + count)
+        self._packed = (packed,)  # no submodule: the weight belongs to the place where the product is made
+
+    @property
+    def weight(self) -> Tensor:
+        """What stands in for the projection's weight when a layer asks for its dtype."""
+        return self._packed[0].weight
+
+    def forward(self, modulations_BM: Tensor) -> Tensor:
+        return modulations_BM[:, self.rows]
+
+
+def paths(place: str, module: Ahead) -> list[list[str]]:
+    """Full paths of the projections of each layer."""
+    parent = place.rpartition(".")[0]
+    return [[f"{parent}.{name}" if parent else name for name in layer] for layer in module.projections]
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, Ahead]]:
+    for name, module in model.named_modules():
+        if type(module) in KINDS and module.projections:
+            yield name, module
+
+
+def _hindrance(model: nn.Module, place: str, module: Ahead, context: Context) -> str:
+    """Why the projections cannot be one; empty when they can."""
+    names = [name for layer in paths(place, module) for name in layer]
+    linear = [model.get_submodule(name) for name in names]
+    if any(type(projection) is not nn.Linear for projection in linear):
+        return "adapters are attached to the layers' projections"
+    groups = {context.options.groups.get(f"{name}.weight") for name in names}
+    if len({(p.weight.requires_grad, p.weight.dtype) for p in linear}) > 1 or len(groups) > 1:
+        return "the layers' projections are trained differently"
+    return ""
 
 
 class Hoist(Pass):
@@ -57,54 +92,52 @@ class Hoist(Pass):
     order = 50
 
     def decide(self, model: nn.Module, context: Context) -> Decision:
-        places = [module for module in model.modules() if type(module) is LayerConditions]
+        places = list(_places(model))
         if not places:
             return Decision(False, "no work that all layers share is left inside of them")
         if context.options.sharded:
             return Decision(False, "one weight for all layers would not be sharded with them")
-        layers = _norms_by_layer(model, places[0].count)
-        if len(places) > 1 or layers is None:
-            return Decision(False, "which norm reads which condition cannot be told")
-        dense = {name: model.get_submodule(name).dense for layer in layers for name in layer}
-        if any(type(projection) is not nn.Linear for projection in dense.values()):
-            return Decision(False, "adapters are attached to the norms' projections")
-        groups = {context.options.groups.get(f"{name}.dense.weight") for name in dense}
-        if len({(d.weight.requires_grad, d.weight.dtype) for d in dense.values()}) > 1 or len(groups) > 1:
-            return Decision(False, "the norms' projections are trained differently")
-        return Decision(True, f"modulations of {len(dense)} norms in one product")
+        left = [_hindrance(model, place, module, context) for place, module in places]
+        if all(left):
+            return Decision(False, left[0])
+        count = sum(sum(map(len, module.projections)) for (_, module), reason in zip(places, left) if not reason)
+        products = left.count("")
+        return Decision(True, f"{count} projections of shared inputs in {products} product{'s' * (products > 1)}")
 
     def sites(self, model: nn.Module, context: Context) -> list[Site]:
-        path = next(name for name, module in model.named_modules() if type(module) is LayerConditions)
-        layers = _norms_by_layer(model, model.get_submodule(path).count) or []
-        claims = tuple(claim("storage", f"{name}.dense") for layer in layers for name in layer)
-        return [Site(path, "modulations", claims)]
+        found = []
+        for place, module in _places(model):
+            if not _hindrance(model, place, module, context):
+                claims = tuple(claim("storage", name) for layer in paths(place, module) for name in layer)
+                found.append(Site(place, KINDS[type(module)], claims))
+        return found
 
     def apply(self, target: nn.Module, sites: Sequence[Site], context: Context) -> None:
         for site in sites:
-            hoist_modulations(target, site.path)
+            hoist(target, site.path)
 
 
-def hoist_modulations(model: nn.Module, path: str) -> None:
-    """Puts `Modulations` in the place of the `LayerConditions` at `path`; the norms lose their projections."""
-    layers = _norms_by_layer(model, model.get_submodule(path).count)
+def hoist(model: nn.Module, place: str) -> None:
+    """Puts the joint product in the place of the `Ahead` module there; the layers lose their projections."""
+    module = model.get_submodule(place)
+    layers = paths(place, module)
     names = [name for layer in layers for name in layer]
-    dense = [model.get_submodule(name).dense for name in names]
-    packed = nn.Linear(dense[0].in_features, sum(d.out_features for d in dense), device="meta")
-    packed.weight = pack_parameters([d.weight for d in dense])
-    packed.bias = pack_parameters([d.bias for d in dense])
-    if "forward" in dense[0].__dict__:
-        packed.forward = MethodType(dense[0].forward.__func__, packed)
-    rows = []
-    for layer in layers:
-        first = 0
-        for name in layer:
-            norm = model.get_submodule(name)
-            norm.first_row, norm.last_row = first, first + norm.dense.out_features
-            first = norm.last_row
-            norm.modulation = MethodType(_own_rows, norm)
-            del norm.dense
-        rows.append(first)
-    model.set_submodule(path, Modulations(packed, rows))
-    for leaf in ("weight", "bias"):
-        members = [(f"{name}.dense.{leaf}", d.out_features) for name, d in zip(names, dense)]
-        install(model, f"{path}.packed.{leaf}", members)
+    linear = [model.get_submodule(name) for name in names]
+    packed = nn.Linear(linear[0].in_features, sum(p.out_features for p in linear), device="meta")
+    packed.weight = pack_parameters([p.weight for p in linear])
+    packed.bias = None if linear[0].bias is None else pack_parameters([p.bias for p in linear])
+    if "forward" in linear[0].__dict__:
+        packed.forward = MethodType(linear[0].forward.__func__, packed)
+    rows = [[model.get_submodule(name).out_features for name in layer] for layer in layers]
+    for layer, counts in zip(layers, rows):
+        for at, name in enumerate(layer):
+            if isinstance(module, LayerConditions):
+                model.set_submodule(name, Rows(packed, sum(counts[:at]), counts[at]))
+            else:
+                parent, _, leaf = name.rpartition(".")
+                delattr(model.get_submodule(parent), leaf)
+    stand_in = Modulations if isinstance(module, LayerConditions) else AllKeys
+    model.set_submodule(place, stand_in(packed, rows))
+    for leaf in ("weight", "bias") if packed.bias is not None else ("weight",):
+        members = [(f"{name}.{leaf}", p.out_features) for name, p in zip(names, linear)]
+        install(model, f"{place}.packed.{leaf}", members)

@@ -35,18 +35,6 @@ class TimeCondition(nn.Module):
         return F.silu(self.time_out(F.silu(self.time_in(embedded_BW))))
 
 
-class LayerConditions(nn.Module):
-    """The condition each modulated layer gets: here the same tensor for all `count`. A pass that computes all
-    modulations ahead puts its own module in this place, and hands every layer its own."""
-
-    def __init__(self, count: int):
-        super().__init__()
-        self.count = count
-
-    def forward(self, condition_BW: Tensor) -> list[Tensor]:
-        return [condition_BW] * self.count
-
-
 class ExpertLayer(nn.Module):
     """y + gate · attn(AdaRMS y), y + gate · GeGLU(AdaRMS y); queries see the valid prefix and every action token."""
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from vlaforge.data.ranges import ranged
 from vlaforge.models.action.embodiment import EmbodimentLinear, EmbodimentMLP
+from vlaforge.models.blocks.ahead import KeysValues, LayerConditions, LayerKeys
 from vlaforge.models.blocks.attention import Attention, Mask
 from vlaforge.models.blocks.dropout import Dropout
 from vlaforge.models.blocks.modulation import ModulatedLayerNorm
@@ -85,12 +86,12 @@ class HeadAttention(nn.Module):
     def split(self, x_BTD: Tensor) -> Tensor:
         return x_BTD.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
-    def keys_values(self, context_BMC: Tensor) -> tuple[Tensor, Tensor]:
-        """(k, v), each [B, heads, M, K]: a function of the context alone, so made once for all sampling steps."""
-        return self.split(self.k_proj(context_BMC)), self.split(self.v_proj(context_BMC))
+    def keys_values(self, context_BMC: Tensor) -> KeysValues:
+        """(k, v), each [B, M, D]: a function of the context alone, so made once for all sampling steps."""
+        return self.k_proj(context_BMC), self.v_proj(context_BMC)
 
-    def forward(self, x_BTD: Tensor, k: Tensor, v: Tensor, mask: Mask | None, seed_B: Tensor | None) -> Tensor:
-        mixed = self.attention(self.split(self.q_proj(x_BTD)), k, v, mask)
+    def forward(self, x_BTD: Tensor, k_BMD: Tensor, v_BMD: Tensor, mask: Mask | None, seed_B: Tensor | None) -> Tensor:
+        mixed = self.attention(self.split(self.q_proj(x_BTD)), self.split(k_BMD), self.split(v_BMD), mask)
         out_BTD = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return self.drop2(self.drop1(out_BTD, seed_B), seed_B)
 
@@ -129,17 +130,19 @@ class DiTBlock(nn.Module):
         self,
         x_BTD: Tensor,
         time_BD: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
+        context_BMC: Tensor | None,
+        k_BMD: Tensor | None,
+        v_BMD: Tensor | None,
         mask: Mask | None,
         seed_B: Tensor | None,
     ) -> Tensor:
-        """`time_BD` is SiLU of the time embedding; `k`, `v` [B, heads, M, K] come from `attn.keys_values(context)`."""
+        """`time_BD` is SiLU of the time embedding. `context` is what a cross-attention block reads, `k` and `v` what
+        `attn.keys_values` makes of it, where they are there already."""
         scale_B1D, shift_B1D = self.modulation(time_BD)[:, None].chunk(2, dim=-1)
         normed = self.norm1(x_BTD, scale_B1D, shift_B1D)
-        if k is None or v is None:
-            k, v = self.attn.keys_values(normed)
-        x_BTD = x_BTD + self.attn(normed, k, v, mask, seed_B)
+        if k_BMD is None or v_BMD is None:
+            k_BMD, v_BMD = self.attn.keys_values(normed if context_BMC is None else context_BMC)
+        x_BTD = x_BTD + self.attn(normed, k_BMD, v_BMD, mask, seed_B)
         return x_BTD + self.ff(self.norm2(x_BTD), seed_B)
 
 
@@ -156,31 +159,46 @@ class DiT(nn.Module):
         self.norm_out = ModulatedLayerNorm(width, eps=1e-6)
         self.modulation_out = nn.Linear(width, 2 * width)  # shift, then scale: the other way round than in the blocks
         self.proj_out = nn.Linear(width, config.output)
+        modulations = [[f"blocks.{i}.modulation"] for i in range(config.layers)]
+        self.conditions = LayerConditions([*modulations, ["modulation_out"]])
+        self.text_keys, self.image_keys = (
+            LayerKeys([[f"blocks.{i}.attn.{n}_proj" for n in "kv"] for i in self.readers(text)])
+            for text in (True, False)
+        )
 
     def time(self, bucket_B: Tensor) -> Tensor:
         """The time embedding [B, D] of integer buckets (as floats)."""
         waves = bucket_waves(bucket_B, 256, shift=1.0, cos_first=True).to(self.time_fc1.weight.dtype)
         return self.time_fc2(F.silu(self.time_fc1(waves)))
 
+    def readers(self, text: bool) -> list[int]:
+        """The cross-attention blocks that read text, or the others: image tokens, or all in a plain DiT."""
+        return [i for i in range(0, self.config.layers, 2) if self.reads_text(i) == text]
+
     def reads_text(self, index: int) -> bool:
         every = self.config.text_every
         return every is not None and index % (2 * every) == 0
 
-    def keys_values(self, context: Context) -> list[tuple[Tensor, Tensor] | None]:
-        """Keys and values of every cross-attention block, None for the others."""
-        return [
-            block.attn.keys_values(context.part(self.config.text_every, self.reads_text(i))) if block.cross else None
-            for i, block in enumerate(self.blocks)
-        ]
+    def keys_values(self, context: Context, ahead: bool = False) -> list[KeysValues | None]:
+        """Keys and values of every cross-attention block, None for the others. Without `ahead` also None for those that
+        make their own when they come to it: a block's weights may be at hand only then."""
+        found: list[KeysValues | None] = [None] * len(self.blocks)
+        for text, keys in ((True, self.text_keys), (False, self.image_keys)):
+            part_BMC = context.part(self.config.text_every, text)
+            for i, given in zip(self.readers(text), keys(part_BMC)):
+                found[i] = self.blocks[i].attn.keys_values(part_BMC) if given is None and ahead else given
+        return found
 
     def forward(self, x_BTD, bucket_B, keys_values, context: Context, seed_B=None) -> Tensor:
         """[B, T, D] and the `keys_values` of `context` → [B, T, output]."""
-        time_BD = F.silu(self.time(bucket_B))
-        for i, (block, given) in enumerate(zip(self.blocks, keys_values)):
-            k, v = given if given is not None else (None, None)
-            mask = context.mask(self.config.text_every, self.reads_text(i)) if block.cross else None
-            x_BTD = block(x_BTD, time_BD, k, v, mask, seed_B)
-        shift_B1D, scale_B1D = self.modulation_out(time_BD)[:, None].chunk(2, dim=-1)
+        *conditions, last_BD = self.conditions(F.silu(self.time(bucket_B)))
+        for i, (block, condition_BD, given) in enumerate(zip(self.blocks, conditions, keys_values)):
+            part_BMC = mask = None
+            if block.cross:
+                part_BMC = context.part(self.config.text_every, self.reads_text(i))
+                mask = context.mask(self.config.text_every, self.reads_text(i))
+            x_BTD = block(x_BTD, condition_BD, part_BMC, *(given or (None, None)), mask, seed_B)
+        shift_B1D, scale_B1D = self.modulation_out(last_BD)[:, None].chunk(2, dim=-1)
         return self.proj_out(self.norm_out(x_BTD, scale_B1D, shift_B1D))
 
 

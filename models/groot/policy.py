@@ -302,7 +302,7 @@ class GrootPolicy(EmbodiedModel):
         """Euler from t = 0 (noise) to 1, `steps` equal steps; the context is encoded once."""
         embodiment_B = obs["embodiment"]
         context = self.read(obs)
-        keys_values = self.head.dit.keys_values(context)
+        keys_values = self.head.dit.keys_values(context, ahead=True)
         state_B1D = self.head.encode_state(obs["state"], embodiment_B)
         x_BHA, strength = draw["noise"].clone(), None
         if overlap is not None:

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from vlaforge.data.schema import Batch, Contract, Draw, DrawSpec, Field, Trim
-from vlaforge.models.action.expert import ExpertLayer, LayerConditions, TimeCondition
+from vlaforge.models.action.expert import ExpertLayer, TimeCondition
 from vlaforge.models.action.flow import FlowMix, MaskedSquares, euler
 from vlaforge.models.base import BlockGroup, EmbodiedModel, Losses, LossTerm
+from vlaforge.models.blocks.ahead import LayerConditions
 from vlaforge.models.blocks.image import PrepareImages
 from vlaforge.models.blocks.norms import AdaRMSNorm, RMSNorm
 from vlaforge.models.blocks.rotary import rotary_table
@@ -99,7 +100,8 @@ class Model(EmbodiedModel):
         self.norm = RMSNorm(config.language.width, config.language.eps, offset=1.0).requires_grad_(False)
         self.expert_norm = AdaRMSNorm(width, width, config.expert.eps)
         self.time = TimeCondition(width, config.min_period, config.max_period)
-        self.conditions = LayerConditions(depth + 1)
+        norms = [[f"layers.{i}.expert.{norm}.dense" for norm in ("input_norm", "post_norm")] for i in range(depth)]
+        self.conditions = LayerConditions([*norms, ["expert_norm.dense"]])
         self.action_in = nn.Linear(action_dim, width)
         self.action_out = nn.Linear(width, action_dim)
         self.mix = FlowMix()
