@@ -54,6 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"forge-data: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # read-only, full or vanished: the machine's, not the program's fault
+        where = f"'{error.filename}': " if error.filename else ""
+        print(f"forge-data: {where}{error.strerror or error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("forge-data: interrupted", file=sys.stderr)
         return 130

@@ -87,6 +87,14 @@ def test_stats_are_printed_and_written(v21, tmp_path, capsys, monkeypatch):
     assert "observation.state" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["stats", "inspect"])
+def test_an_output_that_cannot_be_written_is_said(v21, tmp_path, capsys, monkeypatch, command):
+    monkeypatch.setenv("VLAFORGE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "file").write_text("")
+    assert main([command, str(v21), "--output", str(tmp_path / "file/there")]) == 2
+    assert str(tmp_path / "file") in capsys.readouterr().err
+
+
 def test_help_and_unknown_commands(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["--help"])

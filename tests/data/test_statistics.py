@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
@@ -279,6 +280,23 @@ def test_cached_values_are_exact_and_a_torn_file_is_computed_again(tmp_path):
     file.write_text(file.read_text()[:100])
     assert "earlier" not in cached(table, StatisticsSpec(), tmp_path).origin
     assert json.loads(file.read_text())
+
+
+def test_a_dataset_that_moved_keeps_its_cache_and_another_in_its_place_has_its_own(metaworld, tmp_path, damage):
+    here, there, cache = tmp_path / "here", tmp_path / "there", tmp_path / "cache"
+
+    def taken(path):
+        return cached(open_dataset(path), StatisticsSpec(), cache)
+
+    shutil.copytree(metaworld, here)
+    first = taken(here)
+    here.rename(there)
+    assert "earlier" in taken(there).origin
+    shutil.copytree(there, here)
+    damage.table(here / "data/chunk-000/file-000.parquet", "action", lambda rows: -rows)
+    other = taken(here)
+    assert "earlier" not in other.origin
+    np.testing.assert_allclose(other.values["action"]["mean"], -first.values["action"]["mean"], rtol=1e-6)
 
 
 def test_a_folder_that_cannot_be_written_is_no_fault(tmp_path):
