@@ -5,7 +5,7 @@ job, and answers lines on its standard input:
 
     job      {"config", "dtype", "threads", "weights", "batches", "lr", "weight_decay", "clip", "options"}
              weights: safetensors in the peer's own layout; batches: safetensors with our field and draw names
-    "run N"  takes N training steps and answers {"seconds": [...], "losses": [...]}
+    "run N"  takes N training steps and answers {"seconds": [...], "losses": [...], "cpu": [...]}
     "about"  answers {"versions": ..., "conditions": ...}
     "profile PATH"  takes one step under torch's profiler and writes its table
 """
@@ -13,10 +13,12 @@ job, and answers lines on its standard input:
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ from torch import Tensor
 from vlaforge.bench.sides import CLIP, DECAY, LR, Case, Timed
 from vlaforge.data.errors import UserError, unknown
 
+LENT = ("diffusers",)
+"""Pure Python packages that a peer may take from this interpreter where its own lacks them."""
 PEERS = Path(__file__).parent / "peers"
 
 
@@ -36,6 +40,23 @@ def find_peer(peer: str, family: str) -> Path:
         there = [p.stem.removesuffix(f"_{family}") for p in PEERS.glob(f"*_{family}.py")]
         raise unknown(f"peer of {family}", peer, there)
     return path
+
+
+def lend(python: str, folder: Path) -> dict[str, str]:
+    """The environment of a process of `python`: with the packages of `LENT` that this interpreter has and that one
+    lacks, linked into a new `folder`."""
+    folder.mkdir()
+    look = "import importlib.util as u, sys; print(*[n for n in sys.argv[1:] if u.find_spec(n) is None])"
+    lacks = subprocess.run([python, "-c", look, *LENT], capture_output=True, text=True).stdout.split()
+    for name in lacks:
+        try:
+            files = distribution(name)
+        except PackageNotFoundError:
+            continue
+        home = Path(str(files.locate_file(name)))
+        for found in (home, *home.parent.glob(f"{name}-*.dist-info")):
+            (folder / found.name).symlink_to(found)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
 
 
 class Peer:
@@ -80,6 +101,7 @@ class Peer:
             self._process = subprocess.Popen(
                 [python, str(script), str(folder / "job.json")],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
+                env=lend(python, folder / "lent"),
             )  # fmt: skip
         except OSError as error:
             raise UserError(f"The peer's interpreter '{python}' cannot be started: {error}.") from error
@@ -97,7 +119,7 @@ class Peer:
 
     def run(self, steps: int) -> Timed:
         answer = self.ask(f"run {steps}")
-        return Timed(answer["seconds"], answer["losses"])
+        return Timed(answer["seconds"], answer["losses"], answer.get("cpu", []))
 
     def about(self) -> dict[str, Any]:
         return self.ask("about")

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 import yaml
 
+from vlaforge.bench.prompts import write_prompts
 from vlaforge.data.collate import trimmed
 from vlaforge.data.errors import UserError
 from vlaforge.data.schema import Contract, Minibatch, make_draw
@@ -24,7 +25,7 @@ from vlaforge.graphs import Plan, PlanOptions, StepParts, make_plan
 from vlaforge.models import Family, family
 from vlaforge.runtime.guards import Guard, GuardConfig, LossScale
 from vlaforge.runtime.optim import Hyper, build_optimizer
-from vlaforge.runtime.params import build_groups
+from vlaforge.runtime.params import build_groups, rebind
 from vlaforge.runtime.programs import FinetuneTrainer
 from vlaforge.runtime.ranks import Ranks
 from vlaforge.runtime.schedules import Schedule
@@ -37,23 +38,30 @@ LR, DECAY, CLIP = 2.5e-5, 0.01, 1.0
 
 @dataclass
 class Timed:
-    """Seconds and loss of each step, in order."""
+    """Seconds and loss of each step, in order.
+
+    `cpu` are the seconds that the process computed in each, over all threads: beside others on a busy machine they say
+    more than the clock on the wall (with one thread; more of them also count their waiting for each other).
+    """
 
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
 
     def add(self, other: Timed) -> None:
         self.seconds += other.seconds
         self.losses += other.losses
+        self.cpu += other.cpu
 
     def summary(self) -> dict[str, float]:
         ordered = sorted(self.seconds)
-        return {
+        whole = {
             "p50": statistics.median(ordered),
             "p95": ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))],
             "min": ordered[0],
             "n": len(ordered),
         }
+        return whole | ({"cpu_p50": statistics.median(self.cpu)} if self.cpu else {})
 
 
 class Side(Protocol):
@@ -64,7 +72,10 @@ class Side(Protocol):
 
 @dataclass(frozen=True)
 class Case:
-    """One family's inputs: config, contract, batch size, and minibatches on the CPU, with nothing cut yet."""
+    """One family's inputs: config, contract, batch size, and minibatches on the CPU, with nothing cut yet.
+
+    `grouping` is how the official recipe groups parameters: arguments of `build_groups`.
+    """
 
     family: Family
     name: str
@@ -73,6 +84,7 @@ class Case:
     batch_size: int
     minibatches: tuple[Minibatch, ...]
     valid: Mapping[str, int]
+    grouping: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -95,16 +107,22 @@ def load_case(model: str, name: str, batches: int = 2, preset: str = "midsize", 
     contract = chosen.model.contract(config)
     size = batch_size or cases[chosen.name]["batch_size"]
     made = tuple(make_minibatch(contract, size, seed, case.get("valid", {})) for seed in range(batches))
-    return Case(chosen, name, config, contract, size, made, case.get("valid", {}))
+    for minibatch in made if "words" in case else ():
+        write_prompts(chosen, config, minibatch.batch, case["words"])
+    grouping = cases[chosen.name].get("grouping", {})
+    return Case(chosen, name, config, contract, size, made, case.get("valid", {}), grouping)
 
 
-def full_case(model: str, batch_size: int, views: int, prompt: int, batches: int = 2) -> Case:
-    """The full-size model with `views` camera slots and `prompt` tokens filled; the robot's dimensions are the padded
-    ones."""
+def full_case(
+    model: str, batch_size: int, views: int, prompt: int, batches: int = 2, preset: str | None = None
+) -> Case:
+    """The full-size model (or a preset) with `views` camera slots and `prompt` tokens filled, where it has as many; the
+    robot's dimensions are the padded ones."""
     chosen = family(model)
-    config = chosen.config()
+    config = config_of(chosen, preset) if preset else chosen.config()
     contract = chosen.model.contract(config)
-    valid = {"image_mask": views, "token_mask": prompt}
+    wanted = {"image_mask": views, "token_mask": prompt}
+    valid = {mask: min(n, contract.fields[mask].shape[0]) for mask, n in wanted.items() if mask in contract.fields}
     made = tuple(make_minibatch(contract, batch_size, seed, valid) for seed in range(batches))
     return Case(chosen, "full", config, contract, batch_size, made, valid)
 
@@ -161,11 +179,12 @@ class Ours:
         model = fresh_model(case, device=self.device)
         if state is not None:
             model.load_state_dict(dict(state))
-        self.plan: Plan = make_plan(model, case.contract, replace(options, batch_size=case.batch_size))
+        groups = build_groups(model, lr=LR, floor=0.0, weight_decay=DECAY, **case.grouping)
+        names = {name: group.name for group in groups for name in group.params}
+        self.plan: Plan = make_plan(model, case.contract, replace(options, batch_size=case.batch_size, groups=names))
         self.plan.lower(model)
         model.train()
-        groups = build_groups(model, lr=LR, floor=0.0, weight_decay=DECAY)
-        optimizer = build_optimizer("AdamW", groups, Hyper())
+        optimizer = build_optimizer("AdamW", rebind(groups, model), Hyper())
         step = Step(
             FinetuneTrainer(),
             model,
@@ -189,9 +208,10 @@ class Ours:
             return self._run_ahead(steps)
         timed = Timed()
         for _ in range(steps):
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.process_time()
             loss = float(self._step([next(self._feed)])["loss"])
             timed.seconds.append(time.perf_counter() - began)
+            timed.cpu.append(time.process_time() - cpu)
             timed.losses.append(loss)
         return timed
 

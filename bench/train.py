@@ -103,7 +103,11 @@ def verdict(
     ratio = measured[args.peer].summary()["p50"] / measured["ours"].summary()["p50"]
     target = TARGETS[case.name, dtype]
     print(f"{ratio:.2f} times faster than {args.peer} (target {target}: {'met' if ratio >= target else 'MISSED'})")
-    extra = {"peer": about, "first_losses": first, "ratio": ratio, "target": target}
+    spent = [measured[name].summary().get("cpu_p50") for name in (args.peer, "ours")]
+    cpu_ratio = spent[0] / spent[1] if all(spent) else None
+    if cpu_ratio:
+        print(f"{cpu_ratio:.2f} times less CPU time a step")
+    extra = {"peer": about, "first_losses": first, "ratio": ratio, "cpu_ratio": cpu_ratio, "target": target}
     save(args, f"train-{case.family.name}-{args.peer}", case, dtype, ours, warm, measured, extra)
     return agreed and ratio >= target
 
@@ -134,14 +138,16 @@ def _plain(options: PlanOptions) -> dict[str, Any]:
 
 
 def table(measured: dict[str, Timed], base: str, costs: dict[str, Any] | None = None) -> str:
-    """A line a side: median, p95 and best step in ms, and how many times faster than `base`; counts where given."""
+    """A line a side: median, p95 and best step in ms, median CPU time, and how many times faster than `base`; counts
+    where given."""
     width = max(map(len, measured))
-    head = f"{'':<{width}}{'p50 ms':>9}{'p95 ms':>9}{'min ms':>9}{'n':>5}{'faster':>8}"
+    head = f"{'':<{width}}{'p50 ms':>9}{'p95 ms':>9}{'min ms':>9}{'cpu ms':>9}{'n':>5}{'faster':>8}"
     lines = [head + (f"{'GFLOP':>9}{'GB':>8}{'ops':>7}" if costs else "")]
     reference = measured[base].summary()["p50"]
     for name, timed in measured.items():
         s = timed.summary()
-        line = f"{name:<{width}}{s['p50'] * 1e3:9.0f}{s['p95'] * 1e3:9.0f}{s['min'] * 1e3:9.0f}{s['n']:5d}"
+        spent = f"{s['cpu_p50'] * 1e3:9.0f}" if "cpu_p50" in s else f"{'-':>9}"
+        line = f"{name:<{width}}{s['p50'] * 1e3:9.0f}{s['p95'] * 1e3:9.0f}{s['min'] * 1e3:9.0f}{spent}{s['n']:5d}"
         line += f"{reference / s['p50']:7.2f}x"
         if costs:
             line += f"{costs[name].flops / 1e9:9.1f}{costs[name].bytes / 1e9:8.2f}{costs[name].ops:7d}"

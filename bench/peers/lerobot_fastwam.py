@@ -14,7 +14,7 @@ from lerobot.policies.fastwam.configuration_fastwam import (
 )
 from lerobot.policies.fastwam.wan import modular
 from lerobot.utils.constants import ACTION, OBS_IMAGES, OBS_STATE
-from lerobot_step import Trainer, main
+from lerobot_step import GivenNoise, Trainer, main
 from safetensors.torch import load_file
 
 
@@ -25,19 +25,6 @@ class GivenLatents(torch.nn.Module):
 
     def encode(self, *args, **kwargs):
         return self.latents
-
-
-class GivenNoise:
-    """In place of the name `torch` in the official module: its `randn_like` hands out what was recorded."""
-
-    def __init__(self):
-        self.queue = []
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
-
-    def randn_like(self, like):
-        return self.queue.pop(0).to(like.dtype)
 
 
 class FastWAM(Trainer):
@@ -105,7 +92,7 @@ class FastWAM(Trainer):
     def give(self, drawn):
         latents, video_noise, noise, video_u, u = drawn
         self.model.vae.latents = latents.to(self.model.torch_dtype)
-        self.drawn.queue = [video_noise, noise]
+        self.drawn.normal = [video_noise, noise]
         for scheduler, uniform in ((self.model.train_video_scheduler, video_u), (self.model.train_action_scheduler, u)):
             time = scheduler._phi(uniform, scheduler.shift) * scheduler.num_train_timesteps
             scheduler.sample_training_t = lambda batch_size, device, dtype, time=time: time.to(dtype)

@@ -16,6 +16,28 @@ from lerobot.scripts.lerobot_train import update_policy
 from lerobot.utils.logging_utils import AverageMeter, MetricsTracker
 
 
+class GivenNoise:
+    """In place of the name `torch` in an official module: its generators hand out what was recorded."""
+
+    def __init__(self):
+        self.normal, self.uniform = [], []
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    def _normal(self, dtype):
+        return self.normal.pop(0).to(dtype)
+
+    def randn_like(self, like):
+        return self._normal(like.dtype)
+
+    def randn(self, *shape, dtype=torch.float32, **kwargs):
+        return self._normal(dtype)
+
+    def rand(self, *shape, dtype=torch.float32, **kwargs):
+        return self.uniform.pop(0).to(dtype)
+
+
 class Plain:
     """The part of `accelerate.Accelerator` that a step on one CPU comes down to."""
 
@@ -54,14 +76,13 @@ class Trainer:
         torch.manual_seed(0)
         self.job = job
         policy = self.build_policy(job)
-        precision = {"bfloat16": "bf16", "float32": "no"}[job["dtype"]]
-        self.accelerator = accelerator(precision)
+        self.accelerator = accelerator(self.precision(job))
         preset = policy.config.get_optimizer_preset()
         preset.lr, preset.weight_decay, preset.grad_clip_norm = job["lr"], job["weight_decay"], job["clip"]
         preset.betas = (0.9, 0.95)
         optimizer = preset.build(policy.get_optim_params())
         self.policy, self.optimizer = self.accelerator.prepare(policy, optimizer)
-        self.model = self.accelerator.unwrap_model(self.policy).model
+        self.model = self.inner(self.accelerator.unwrap_model(self.policy))
         self.batches = [self.read_batch(path, job) for path in job["batches"]]
         self.taken = 0
         meters = {name: AverageMeter(name, ":.3f") for name in ("loss", "grad_norm", "lr", "update_s")}
@@ -70,6 +91,14 @@ class Trainer:
     def build_policy(self, job):
         """The policy with the job's weights."""
         raise NotImplementedError
+
+    def precision(self, job):
+        """Of accelerate's autocast: what `lerobot_train` takes from the policy's dtype."""
+        return {"bfloat16": "bf16", "float32": "no"}[job["dtype"]]
+
+    def inner(self, policy):
+        """The module that draws the noise."""
+        return policy.model
 
     def read_batch(self, path, job):
         """(what a LeRobot loader and its processor hand to the policy, what is drawn at random in the step)."""
@@ -89,12 +118,13 @@ class Trainer:
         return self.metrics.loss.val
 
     def run(self, steps):
-        seconds, losses = [], []
+        seconds, losses, spent = [], [], []
         for _ in range(steps):
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.process_time()
             losses.append(float(self.step()))
             seconds.append(time.perf_counter() - began)
-        return {"seconds": seconds, "losses": losses}
+            spent.append(time.process_time() - cpu)
+        return {"seconds": seconds, "losses": losses, "cpu": spent}
 
     def options(self):
         """Settings of the policy that decide its speed, by name."""
