@@ -1,11 +1,12 @@
-"""What holds for every family, found by discovery: its tiny preset trains, is pure, ready for capture, and goes out
-to its official layouts and back."""
+"""What holds for every family, found by discovery: its tiny preset trains, is pure, ready for capture, resumes bit for
+bit, takes adapters, and goes out to its official layouts and back."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,12 +18,13 @@ from vlaforge.data.schema import Batch, make_draw
 from vlaforge.graphs.check import check_step
 from vlaforge.models.convert import load_official, read_safetensors
 from vlaforge.runtime.checkpoint.store import Checkpoints
+from vlaforge.runtime.commands.profile import main as profile
 from vlaforge.runtime.commands.run import main
 from vlaforge.runtime.config import resolve
 
 FAMILIES = [name for name in models.available() if "tiny" in models.family(name).presets()]
 QUICK = ("--train-iters", "3", "--per-device-batch-size", "2", "--num-workers", "0", "--lr-warmup-iters", "1",
-         "--video-backend", "pyav", "--no-save-rehearsal")  # fmt: skip
+         "--video-backend", "pyav", "--no-save-rehearsal", "--save-interval", "2")  # fmt: skip
 
 
 def test_every_family_has_a_tiny_preset():
@@ -104,6 +106,12 @@ def test_a_step_has_no_host_sync_and_no_shape_that_depends_on_data(tiny):
     assert report.ok, report.text()
 
 
+def test_the_whole_step_of_a_run_is_ready_for_capture(tiny, capsys):
+    """Lowered by the plan, with the optimiser and its guards."""
+    assert profile(["--check", "--model", tiny.name, "--preset", "tiny", *QUICK[2:6]]) == 0
+    assert "ready for capture" in capsys.readouterr().out
+
+
 def test_blocks_towers_and_fp32_paths_exist(tiny):
     names = {name for name, _ in tiny.model.named_modules()} | {name for name, _ in tiny.model.named_parameters()}
     for group in tiny.model.blocks():
@@ -141,6 +149,31 @@ def test_it_trains_on_synthetic_data(tiny, tmp_path):
     said = run("--model", tiny.name, "--preset", "tiny", *QUICK, "--dataset-format", "dummy_datasets",
                "--eval-episodes", "none", "--output-dir", str(tmp_path / "out"))  # fmt: skip
     assert "step 3/3" in said
+
+
+def test_a_run_that_stopped_goes_on_bit_for_bit(tiny, trained, tmp_path):
+    _goes_on(("--model", tiny.name, "--preset", "tiny", *QUICK), trained, tmp_path / "out", "model.safetensors")
+
+
+def test_adapters_train_and_go_on_bit_for_bit(tiny, tmp_path):
+    flags = ("--model", tiny.name, "--preset", "tiny", *QUICK, "--use-lora", "--lora-r", "2")
+    run(*flags, "--output-dir", str(tmp_path / "whole"))
+    _goes_on(flags, tmp_path / "whole", tmp_path / "out", "adapter_model.safetensors")
+
+
+def _goes_on(flags: tuple[str, ...], whole: Path, folder: Path, file: str) -> None:
+    """A run of three steps that lost its last checkpoint, resumed: every row and every weight as they were."""
+    shutil.copytree(whole, folder)
+    shutil.rmtree(folder / "checkpoints" / "steps_3")
+    assert "Resuming from" in run(*flags, "--resume", "--output-dir", str(folder))
+    kept = ("step", "loss", "grad_norm")
+    before, after = (
+        [[row.get(name) for name in kept] for row in map(json.loads, (at / "metrics.jsonl").read_text().splitlines())]
+        for at in (whole, folder)
+    )
+    assert before == after and len(after) == 3
+    ours, theirs = (read_safetensors(at / "checkpoints" / "steps_3" / file) for at in (whole, folder))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_a_checkpoint_goes_to_every_official_layout_and_back(tiny, trained, tmp_path):
