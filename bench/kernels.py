@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlaforge.bench.record import conditions, write_record
+from vlaforge.bench.record import conditions, record_path, rewrite_record, said, write_record
 from vlaforge.data.errors import UserError, unknown
 from vlaforge.kernels import check
 from vlaforge.kernels.spec import HAS_TRITON, INTERPRET, Case, KernelSpec, available, use
@@ -137,26 +137,35 @@ def timed(names: list[str], args: argparse.Namespace) -> int:
     until, dtype = time.monotonic() + args.seconds, getattr(torch, args.dtype)
     print(f"{torch.cuda.get_device_name()} · {args.dtype} · p50 ms (GB/s at the least bytes)")
     print(f"{'op: case':<64}{'':<18}{'ours':>18}{'compiled':>18}{'eager':>18}{'× compiled':>11}", flush=True)
+    record = record_path(args.output, "kernels") if args.output else None
+    about = {**conditions(), "device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
     rows: list[Timing] = []
     wrong: list[str] = []
-    left = 0
-    for spec, case in _in_order(names):
+    cases = list(_in_order(names))
+    for number, (spec, case) in enumerate(cases):
         if time.monotonic() > until:
-            left += 1
-            continue
-        faults = [str(d) for d in check.compare(spec, case.capped(SMALL), dtype, "cuda") if not d.ok]
-        wrong += [f"{spec.name}: {case.name}: {fault}" for fault in faults]
-        made = list(_timings(spec, case, dtype))
-        _print_timings(made)
-        rows += made
-        torch.cuda.empty_cache()
+            print(f"{len(cases) - number} cases left out after {args.seconds:.0f} s")
+            break
+        try:
+            rows += _compared_and_timed(spec, case, dtype, wrong)
+        except Exception as error:  # whatever a kernel or compiler raises: the other ops go on
+            wrong.append(f"{spec.name}: {case.name}: {said(error)}")
+        if record:
+            timings = [{**asdict(row), "gb_s": row.gb_s} for row in rows]
+            left = [f"{spec.name}: {case.name}" for spec, case in cases[number + 1 :]]
+            rewrite_record(record, {**about, "timings": timings, "wrong": wrong, "left_out": left})
     print(*(f"wrong: {line}" for line in wrong), sep="\n")
-    print(f"{len(rows)} timings, {len(wrong)} wrong results, {left} cases left out after {args.seconds:.0f} s")
-    if args.output:
-        device = {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
-        body = {"timings": [{**asdict(row), "gb_s": row.gb_s} for row in rows], "wrong": wrong, "left_out": left}
-        print(f"record: {write_record(args.output, 'kernels', {**conditions(), **device, **body})}")
+    print(f"{len(rows)} timings, {len(wrong)} wrong results" + (f"; record: {record}" if record else ""))
     return 1 if wrong else 0
+
+
+def _compared_and_timed(spec: KernelSpec, case: Case, dtype: torch.dtype, wrong: list[str]) -> list[Timing]:
+    faults = [str(d) for d in check.compare(spec, case.capped(SMALL), dtype, "cuda") if not d.ok]
+    wrong += [f"{spec.name}: {case.name}: {fault}" for fault in faults]
+    made = list(_timings(spec, case, dtype))
+    _print_timings(made)
+    torch.cuda.empty_cache()
+    return made
 
 
 def _in_order(names: list[str]) -> Iterator[tuple[KernelSpec, Case]]:

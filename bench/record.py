@@ -56,9 +56,25 @@ def _commit() -> str | None:
         return None
 
 
+def said(error: Exception) -> str:
+    """An error as one line of a table."""
+    return f"{type(error).__name__}: {(str(error).strip() or '?').splitlines()[0][:160]}"
+
+
+def record_path(folder: Path, name: str) -> Path:
+    """``<name>-<time>.json`` in `folder`."""
+    return folder / f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.json"
+
+
 def write_record(folder: Path, name: str, body: dict[str, Any]) -> Path:
     """Writes ``<name>-<time>.json`` into `folder` and returns its path."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.json"
-    path.write_text(json.dumps(body, indent=1) + "\n")
+    return rewrite_record(record_path(folder, name), body)
+
+
+def rewrite_record(path: Path, body: dict[str, Any]) -> Path:
+    """Writes the record at `path`, whole or not at all: one that grows keeps what it had when its process is ended."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".writing")
+    beside.write_text(json.dumps(body, indent=1) + "\n")
+    beside.replace(path)
     return path

@@ -17,7 +17,6 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 
 from vlaforge.data.errors import UserError
@@ -73,6 +72,8 @@ def resize_with_pad_pil(image: np.ndarray, height: int, width: int) -> np.ndarra
     inner_h, inner_w = fit(*image.shape[:2], height, width)
     out = np.zeros((height, width, image.shape[2]), np.uint8)
     top, left = margins(inner_h, height, "centre")[0], margins(inner_w, width, "centre")[0]
+    from PIL import Image
+
     resized = Image.fromarray(image).resize((inner_w, inner_h), Image.Resampling.BILINEAR)
     out[top : top + inner_h, left : left + inner_w] = np.asarray(resized)
     return out

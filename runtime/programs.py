@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -28,7 +28,9 @@ from vlaforge.data.schema import Contract, Minibatch
 from vlaforge.models.base import Losses
 from vlaforge.runtime.args import TrainingArgs
 from vlaforge.runtime.ranks import Ranks
-from vlaforge.runtime.setup import Setup
+
+if TYPE_CHECKING:  # a benchmark on a bare machine has no readers
+    from vlaforge.runtime.setup import Setup
 
 ENTRY_POINTS = "vlaforge.trainers"
 

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from vlaforge.data.errors import UserError
 from vlaforge.data.ranges import check_numbers
@@ -56,6 +54,9 @@ def parse_text(text: str, annotation: Any, where: str) -> Any:
 
 def yaml_value(text: str, where: str) -> Any:
     """`text` read as one YAML value: a number, a word, a list or a mapping."""
+    from omegaconf import OmegaConf  # here, since benchmarks on a bare GPU machine read no command line of a run
+    from omegaconf.errors import OmegaConfBaseException
+
     try:
         return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]
     except (OmegaConfBaseException, yaml.YAMLError, ValueError) as error:

@@ -12,7 +12,6 @@ import yaml
 from vlaforge import models
 from vlaforge.bench import train as bench_train
 from vlaforge.bench.cli import main
-from vlaforge.bench.gpu import ladder
 from vlaforge.bench.peer import Peer, find_peer
 from vlaforge.bench.restated import Restated, restated_loss
 from vlaforge.bench.sides import CASES, Case, Ours, Timed, config_of, fresh_model, interleave, load_case, make_minibatch
@@ -74,13 +73,6 @@ def test_cases_fill_what_they_say():
     assert set(yaml.safe_load(CASES.read_text())) <= set(models.available())
     with pytest.raises(UserError, match=r"bench/cases\.yaml has"):
         load_case(min(set(models.available()) - set(yaml.safe_load(CASES.read_text()))), "tight")
-
-
-def test_each_rung_adds_one_pass():
-    rungs = ladder()
-    assert [name for name, _ in rungs][:2] == ["eager", "+ fuse"] and rungs[-1][0] == "+ graph_step"
-    counts = [len(options.without) for _, options in rungs]
-    assert counts == sorted(counts, reverse=True) and rungs[-1][1].without == ("remat", "graph_blocks")
 
 
 def test_unknown_peer_and_absent_interpreter_are_said(capsys):
