@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs everything that needs a GPU, from a plain checkout, with nothing installed or fetched, in under ten minutes:
 # kernel, capture and overlap tests, kernel benchmarks, full-size training steps. Records go to bench/results/.
-#   bench/gpu.sh [--parts tests,kernels,steps] [--budget 560] [--output DIR]
+#   bench/gpu.sh [--parts tests,kernels,steps] [--budget 570] [--output DIR]
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 # .types/vlaforge holds links to the folders: the package without an installation. -P keeps the root off the path.

@@ -67,13 +67,13 @@ def resize_with_pad_pil(image: np.ndarray, height: int, width: int) -> np.ndarra
     This is what OpenPI's data transform and its policy client do; it differs visibly from `resize_with_pad`
     when an image shrinks. Returns the input when it has the size already.
     """
+    from PIL import Image  # here, since nothing else of the models needs Pillow
+
     if image.shape[:2] == (height, width):
         return image
     inner_h, inner_w = fit(*image.shape[:2], height, width)
     out = np.zeros((height, width, image.shape[2]), np.uint8)
     top, left = margins(inner_h, height, "centre")[0], margins(inner_w, width, "centre")[0]
-    from PIL import Image
-
     resized = Image.fromarray(image).resize((inner_w, inner_h), Image.Resampling.BILINEAR)
     out[top : top + inner_h, left : left + inner_w] = np.asarray(resized)
     return out
