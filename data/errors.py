@@ -30,7 +30,7 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
         if wanted.quick_ratio() >= 0.6:  # never below `ratio`, and cheap
             alike[candidate] = (wanted.ratio() + wanted.quick_ratio()) / 2
     best = sorted(alike, key=lambda candidate: -alike[candidate])
-    return [match for match in best[:count] if alike[match] >= max(0.6, alike[best[0]] - 0.15)]
+    return [match for match in best[:count] if alike[match] >= max(0.6, alike[best[0]] - 0.1)]
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:

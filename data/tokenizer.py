@@ -43,7 +43,7 @@ class Tokenizer:
         try:
             self._raw = RawTokenizer.from_file(str(self.path))
         except Exception as error:
-            raise UserError(f"'{self.path}' is not a tokenizer.json that can be read: {error}") from error
+            raise UserError(f"'{self.path}' is not a tokenizer.json that can be read: {error}.") from error
         self._raw.no_padding()
         self._raw.no_truncation()
         self.special_tokens = special_tokens

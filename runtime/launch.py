@@ -36,6 +36,13 @@ def gpus_unused(args: TrainingArgs) -> str | None:
     return f"This machine has {count} GPUs and one is used: --nproc {count} uses all."
 
 
+def check_processes(flag: str, count: int) -> None:
+    """UserError for more processes than a machine stands: a slip of the finger would take it down."""
+    most = max(64, 4 * (os.cpu_count() or 1))
+    if count > most:
+        raise UserError(f"{flag} is {count}, more processes than this machine should run; at most {most}.")
+
+
 def launch(args: TrainingArgs, argv: Sequence[str]) -> int:
     """Starts ``forge-run argv`` (without --nproc) as `args.nproc` ranks; returns the exit code of the job.
 
@@ -49,6 +56,7 @@ def launch(args: TrainingArgs, argv: Sequence[str]) -> int:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if args.device != "cpu" and 0 < count < args.nproc:
         raise UserError(f"--nproc is {args.nproc}, but this machine has {count} GPUs.")
+    check_processes("--nproc", args.nproc)
     logs = Path(tempfile.mkdtemp(prefix="forge-ranks-"))
     config = LaunchConfig(
         min_nodes=1,

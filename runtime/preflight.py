@@ -27,6 +27,7 @@ from vlaforge.runtime.checkpoint.store import Checkpoints
 from vlaforge.runtime.checkpoint.weights import check_pretrained, find_weights
 from vlaforge.runtime.config import Resolved
 from vlaforge.runtime.cuda_graphs import graph_options
+from vlaforge.runtime.launch import check_processes
 from vlaforge.runtime.memory import check_memory
 from vlaforge.runtime.optim import executor
 from vlaforge.runtime.params import build_groups_of, split_names
@@ -43,6 +44,7 @@ def preflight(resolved: Resolved, passed: Passed = lambda name, what: None) -> S
     args = resolved.args
     if args.device_kind is not None:
         device_kind(args.device_kind)
+    check_processes("--num-workers", args.num_workers)
     check_output(Path(args.output_dir))
     if args.tensorboard_dir is not None:
         check_output(Path(args.output_dir) / args.tensorboard_dir, "--tensorboard-dir")

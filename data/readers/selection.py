@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from vlaforge.data.errors import UserError, unknown
 
+MOST = 10_000_000
+"""Episodes; a number beyond it is a slip of the finger, and its range would fill the memory."""
 _RANGE = re.compile(r"(?P<first>\d+)(\s*(?P<sign>[:-])\s*(?P<last>\d+))?")
 
 
@@ -52,6 +54,8 @@ def parse_ranges(text: str) -> list[int]:
         end = int(last or first) + (sign != ":")
         if end <= int(first):
             raise UserError(f"Episodes '{text}': the range {part.strip()} is empty, give the smaller number first.")
+        if end > MOST:
+            raise UserError(f"Episodes '{text}': {part.strip()} is larger than any dataset's number, {MOST}, can be.")
         numbers += range(int(first), end)
     return numbers
 

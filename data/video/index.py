@@ -134,7 +134,7 @@ def build_index(path: str) -> FrameIndex:
             facts = (container.format.name, codec.codec.canonical_name, codec.width, codec.height)
             base = Fraction(stream.time_base)
     except av.FFmpegError as error:
-        raise DecodeError(f"{path} cannot be opened as a video: {error}") from error
+        raise DecodeError(f"{path} cannot be opened as a video: {getattr(error, 'strerror', error)}.") from error
     if packets.hidden.all():
         raise DecodeError(f"{path} holds no video frames.")
     return _index(path, packets, base, *facts)

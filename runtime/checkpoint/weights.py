@@ -137,7 +137,9 @@ def find_weights(path: Path | str) -> Path:
 
     path = Path(path).expanduser()
     if not path.exists():
-        raise UserError(f"Checkpoint '{path}' does not exist: give a file of weights or a checkpoint's folder.")
+        hub = len(path.parts) == 2 and not path.is_absolute()
+        how = f", fetched with `hf download {path}` where it is a model on the Hugging Face hub" if hub else ""
+        raise UserError(f"Checkpoint '{path}' does not exist: give a file of weights or a checkpoint's folder{how}.")
     if path.is_file():
         return path
     for folder in (path / "checkpoints", path):

@@ -20,7 +20,7 @@ def read_schema(path: Path) -> pa.Schema:
     except FileNotFoundError:
         raise UserError(f"{path} is missing.") from None
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path} cannot be read as parquet: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{path} cannot be read as parquet: {str(error).splitlines()[0].rstrip('.')}.") from None
 
 
 def read_text(path: Path) -> str:
@@ -79,4 +79,4 @@ def read_table(path: Path, columns: list[str] | None = None) -> pa.Table:
     except FileNotFoundError:
         raise UserError(f"{path} is missing.") from None
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path} cannot be read as parquet: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{path} cannot be read as parquet: {str(error).splitlines()[0].rstrip('.')}.") from None

@@ -1,0 +1,98 @@
+"""Flags and settings that cannot be: each is refused in one sentence that names it, before a model is built."""
+
+from __future__ import annotations
+
+import pytest
+
+SETTINGS = {
+    "model.language.width=0": "model.language.width is 0: it must be at least 1.",
+    "model.vision.depth=-1": "model.vision.depth is -1: it must be at least 1.",
+    "model.expert.mlp_dim=100000000": "model.expert.mlp_dim is 100000000: it must be at most 1048576.",
+    "model.vision.patch_size=0": "model.vision.patch_size is 0: it must be at least 1.",
+    "model.vision.eps=0": "model.vision.eps is 0.0: it must be above 0.",
+    "model.time_alpha=-1": "model.time_alpha is -1.0: it must be above 0.",
+    "model.max_token_len=1": "no room for a word",
+    "model.action_horizon=2.5": "it must be an integer",
+    "model.language.width=wide": "it must be an integer",
+    "model.vision.num_heads=5": "num_heads (5) does not divide",
+    "model.vocab_size=700": "model.vocab_size is 700",
+    "data.fps=-3": "data.fps is -3.0: it must be above 0.",
+    "data.image_size=0": "data.image_size is 0: it must be at least 1",
+    "data.image_size=1000000": "at most 8192",
+    "data.action_keep=-1": "data.action_keep is -1: it must be at least 0.",
+    "data.cameras.base_0_rgb=": "data.cameras.base_0_rgb is ''",
+    "data.normalization_mode=q95": "q95",
+    "model.vision.depht=1": "did you mean 'model.vision.depth'?",
+    "modl.x=1": "a setting starts with 'model.' or 'data.'",
+}
+FLAGS = {
+    "--train-iters 99999999999999999999": "--train-iters is 99999999999999999999: it must be within 64 bits.",
+    "--seed 9223372036854775808": "--seed",
+    "--num-workers 100000": "--num-workers is 100000, more processes than this machine",
+    "--nproc 100000": "--nproc is 100000, more processes than this machine",
+    "--per-device-batch-size 1000000000000": "The run cannot fit",
+    "--lr-base nan": "--lr-base is 'nan': it must be a number.",
+    "--adam-beta1 1": "below 1",
+    "--clip-grad inf": "--clip-grad is 'inf'",
+    "--episodes 0-99999999999": "larger than any dataset's",
+    "--lora-r 100000 --use-lora": "--lora-r is 100000",
+    "--use-lora --lora-target-modules nothing": "--lora-target-modules",
+    "--freeze-modules visoin": "did you mean vision",
+    "--freeze-modules *": "Nothing to train",
+    "--lr-group vision=fast": "--lr-group",
+    "hello": "'hello' is neither a flag nor a setting: flags start with '--', settings read 'model.x=1'.",
+    "--hello": "Unknown flag '--hello'",
+    "--train-iters": "--train-iters needs a value",
+    "--compile maybe": "'maybe' is neither",
+    "--dataset-format hdf5_datasets": "holds no HDF5 file",
+    "--trainer-options x=1": "Unknown trainer option 'x'",
+    "--device cuda:77": "cuda:77",
+    "--optimizer Adm": "did you mean Adam",
+    "--dataset-path lerobot/pusht": "Without a network, copy it to this machine and give its path.",
+    "--pretrained-checkpoint lerobot/pi05_base": "'lerobot/pi05_base' does not exist",
+    "--export lerobot": "checkpoint",
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings(refused, setting):
+    assert SETTINGS[setting] in refused(setting)
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_flags(refused, flags):
+    assert FLAGS[flags] in refused(*flags.split())
+
+
+def test_a_model_larger_than_the_machine(refused):
+    wide = [f"model.{tower}=100000" for tower in ("language.width", "language.mlp_dim", "expert.width")]
+    said = refused(*wide, "--dtype", "bfloat16")
+    assert "The run cannot fit: weights, gradients and optimiser take" in said and "--use-lora" in said
+
+
+def test_what_was_set_in_vain_or_hardly_meant_is_said(noted):
+    """Everything at once: none of it stops a run, and none of it is silent."""
+    said = noted(
+        "data.cameras.base_0_rgb=scene", "data.cameras.left_wrist_0_rgb=scene", "data.fps=3", "model.max_token_len=12",
+        "--loss-log-rank", "5", "--robot-type", "foo", "--hsdp-shard-size", "2", "model.action_horizon=100",
+        "--zero-parameters-as-bucket-view", "--lora-r", "4", "--num-samples", "3",
+    )  # fmt: skip
+    for words in (
+        "Camera 'scene' fills 2 slots (base_0_rgb, left_wrist_0_rgb)",
+        "data.fps has no effect here",
+        "A prompt has 18 tokens and loses those behind 12",
+        "--loss-log-rank has no effect here: it belongs to a job that has those ranks",
+        "--robot-type has no effect here: pi05 treats all robots alike.",
+        "--hsdp-shard-size has no effect here: it belongs to several ranks",
+        "--zero-parameters-as-bucket-view has no effect here",
+        "model.action_horizon is 100, but no episode has more than 91 frames",
+        "--lora-r has no effect here: it belongs to --use-lora.",
+        "--num-samples has no effect here",
+    ):
+        assert words in said, words
+
+
+def test_ranks_of_a_job_are_known(noted, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    said = noted("--loss-log-rank", "5", "--hsdp-shard-size", "2", "--distributed-strategy", "fsdp")
+    assert "no effect" not in said
