@@ -67,19 +67,20 @@ class Dataset(ABC):
     """What a run should say about how the data is read: the video backend and why it is this one."""
 
     @cached_property
-    def _ends(self) -> list[int]:
+    def ends(self) -> list[int]:
+        """The position behind the last sample of each episode; each row starts one unless a reader says otherwise."""
         return list(accumulate(episode.length for episode in self.episodes))
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return self.ends[-1] if self.ends else 0
 
     def locate(self, position: int) -> tuple[Episode, int]:
         """(episode, frame within it) of the sample at `position`. IndexError outside 0..len-1."""
         if not 0 <= position < len(self):
             raise IndexError(f"position {position} is outside 0..{len(self) - 1}")
-        number = bisect_right(self._ends, position)
+        number = bisect_right(self.ends, position)
         episode = self.episodes[number]
-        return episode, position - (self._ends[number] - episode.length)
+        return episode, position - (self.ends[number] - episode.length)
 
     def row_id(self, position: int) -> int:
         """The sample's row id in the whole dataset, which its randomness is keyed by."""
@@ -93,6 +94,12 @@ class Dataset(ABC):
     def get_many(self, positions: Sequence[int], needs: DataNeeds) -> list[Sample]:
         """The samples at `positions`, in that order; a video's frames are decoded together."""
         return [self.get(position, needs) for position in positions]
+
+    def costs(self) -> np.ndarray:
+        """float64 [len]: a guess at each sample's work in tokens, to even out ranks: 256 a camera, and one for every
+        four letters of the task."""
+        letters = [max((len(task) for task in episode.tasks), default=0) for episode in self.episodes]
+        return np.repeat(256.0 * len(self.info.cameras) + np.array(letters) / 4, np.diff([0, *self.ends]))
 
     @abstractmethod
     def column(self, key: str, episode: Episode) -> np.ndarray:

@@ -233,8 +233,7 @@ def build_loader(
         contract: the family's batch contract: fields to stack, draws to make, axes to trim.
         batch_size: samples of one micro-batch of this rank; `accumulate` of them make a step.
         epochs: stop after so many; None never stops.
-        sampler: ``cyclic``, ``block`` or ``balanced`` (needs `costs`, one a position), see
-            `samplers.Schedule`.
+        sampler: ``cyclic``, ``block`` or ``balanced``, see `samplers.Schedule`.
         drop_last: leave an epoch's incomplete step out; otherwise it is filled from the next epoch.
         trim: cut masked cameras and padding at collate time, by the contract's trims.
         training: passed to the processing; False means no augmentation.
@@ -245,6 +244,7 @@ def build_loader(
         pin_memory: page-locked staging; default when a CUDA device is present.
         prefetch: micro-batches that each worker keeps ready.
         streaming: read nearly sequentially, see `streaming.StreamOrder`.
+        costs: of each position, for ``balanced``; default the dataset's own guess.
         order: what each epoch visits; default all positions, or a mixture's own order.
     """
     if not 0 <= rank < world:
@@ -255,6 +255,8 @@ def build_loader(
         order = _order(dataset, batch_size, seed, shuffle, streaming)
     if streaming:
         sampler = "block"  # a rank's samples are those of its own streams
+    if sampler == "balanced" and costs is None:
+        costs = dataset.costs()
     schedule = Schedule(order, batch_size, world, accumulate, sampler, drop_last, epochs, costs)
     identity = {
         "seed": seed,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -29,16 +29,18 @@ from vlaforge.data.schema import DataNeeds, Sample, sample_rng
 ROWS = 1 << 40
 """Row ids of dataset i start at i · ROWS, so that a filter in one dataset changes no id of another."""
 
-FIELDS = ("path", "weight", "embodiment", "episodes", "split")
+OPTIONS = ("format", "episodes", "split", "action_key", "state_key", "language_key")
+FIELDS = ("path", "weight", "embodiment", *OPTIONS)
 
 
 @dataclass(frozen=True)
 class Part:
-    """One dataset; `weight` None: its share of all samples. `embodiment` names its statistics."""
+    """One dataset; `weight` None: its share of all samples. `embodiment` names its statistics; `options` opened it."""
 
     dataset: Dataset
     weight: float | None = None
     embodiment: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Weighted(Order):
@@ -129,6 +131,25 @@ class Mixture(Dataset):
         self._starts = np.concatenate([[0], np.cumsum([len(part.dataset) for part in parts])])
         self.notes = [f"{part.dataset.info.path}: {note}" for part in parts for note in part.dataset.notes]
 
+    @cached_property
+    def ends(self) -> list[int]:
+        starts = self._starts.tolist()
+        return [start + end for start, part in zip(starts, self.parts) for end in part.dataset.ends]
+
+    def locate(self, position: int) -> tuple[Episode, int]:
+        if not 0 <= position < len(self):
+            raise IndexError(f"position {position} is outside 0..{len(self) - 1}")
+        number = int(np.searchsorted(self._starts, position, side="right")) - 1
+        episode, frame = self.parts[number].dataset.locate(position - int(self._starts[number]))
+        return self._episodes[number * ROWS + episode.index], frame
+
+    @cached_property
+    def _episodes(self) -> dict[int, Episode]:
+        return {episode.index: episode for episode in self.episodes}
+
+    def costs(self) -> np.ndarray:
+        return np.concatenate([part.dataset.costs() for part in self.parts])
+
     def order(self, seed: int, shuffle: bool = True) -> Weighted:
         counts = [len(part.dataset) for part in self.parts]
         weights = [count if part.weight is None else part.weight for part, count in zip(self.parts, counts)]
@@ -200,7 +221,7 @@ def open_mixture(
 ) -> Mixture:
     """The mixture that a YAML file describes (see the module); relative paths are relative to the file.
 
-    `open_one(path, **{"episodes", "split" where given})` opens one dataset. `episodes` are numbers of the mixture's own
+    `open_one(path, **those of OPTIONS that are given)` opens one dataset. `episodes` are numbers of the mixture's own
     episode table; only those are kept.
     """
     if isinstance(episodes, str):
@@ -219,13 +240,14 @@ def open_mixture(
             raise unknown(f"entry in {path}", sorted(extra)[0], FIELDS)
         if "path" not in entry:
             raise UserError(f"A dataset of the mixture '{path}' has no path.")
-        options = {name: entry[name] for name in ("episodes", "split") if name in entry}
+        options = {name: entry[name] for name in OPTIONS if name in entry}
         found = (path.parent / Path(entry["path"]).expanduser()).resolve()
         name = str(entry.get("embodiment") or found.name)
         weight = entry.get("weight")
         if weight is not None and not isinstance(weight, int | float):
             raise UserError(f"The weight of '{entry['path']}' in {path} is '{weight}'; it must be a number.")
-        parts.append(Part(open_one(found if found.exists() else entry["path"], **options), weight, name))
+        dataset = open_one(found if found.exists() else entry["path"], **options)
+        parts.append(Part(dataset, weight, name, options))
     if episodes is None:
         return Mixture(parts)
     return Mixture(_restricted(parts, [int(number) for number in episodes], open_one))
@@ -237,5 +259,6 @@ def _restricted(parts: Sequence[Part], episodes: Sequence[int], open_one: Callab
     for number, part in enumerate(parts):
         own = [index - number * ROWS for index in episodes if index // ROWS == number]
         if own:
-            kept.append(replace(part, dataset=open_one(part.dataset.info.path, episodes=own)))
+            dataset = open_one(part.dataset.info.path, **{**part.options, "episodes": own})
+            kept.append(replace(part, dataset=dataset))
     return kept

@@ -64,14 +64,11 @@ class StreamOrder(Order):
     @classmethod
     def of(cls, dataset: Dataset, block: int, *, shard_rows: int = 4096, **options) -> StreamOrder:
         """Shards of whole neighbouring episodes of `dataset`."""
-        shards, start, rows = [], 0, 0
-        for episode in dataset.episodes:
-            rows += episode.length
-            if rows >= shard_rows:
-                shards.append((start, rows))
-                start, rows = start + rows, 0
-        if rows:
-            shards.append((start, rows))
+        shards, start = [], 0
+        for end in dataset.ends:
+            if end - start >= shard_rows or (end == len(dataset) and end > start):
+                shards.append((start, end - start))
+                start = end
         return cls(shards, block, **options)
 
     def slice(self, epoch: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:

@@ -118,7 +118,7 @@ class TrainingArgs:
     sampler_shuffle: bool = data(True, "Visit the samples of each epoch in random order")
     batch_drop_last: bool = data(False, "Leave out an epoch's last, incomplete step; otherwise the next epoch fills it")
     distributed_sampler_mode: str = data("cyclic", "Which samples of a batch each rank gets",
-                                         choices=["cyclic", "block"])
+                                         choices=["cyclic", "block", "balanced"])
     streaming: bool = data(False, "Read almost in order, for data larger than memory, with a shuffle buffer")
     allow_extreme_norm: bool = data(False, "Train even if normalised values are extreme")
 

@@ -96,21 +96,8 @@ def _strips(dataset: Dataset) -> Iterator[str]:
 
 
 def _positions(dataset: Dataset, number: int) -> list[int]:
-    """Some positions of episode `number`, found by bisection: not every frame of an episode need start a sample."""
-    episode = dataset.episodes[number]
-    total, order = len(dataset), {other.index: at for at, other in enumerate(dataset.episodes)}
-
-    def first(at: int) -> int:
-        low, high = 0, total
-        while low < high:
-            middle = (low + high) // 2
-            if order[dataset.locate(middle)[0].index] < at:
-                low = middle + 1
-            else:
-                high = middle
-        return low
-
-    start, end = first(order[episode.index]), first(order[episode.index] + 1)
+    """Some positions of episode `number`."""
+    start, end = [0, *dataset.ends][number : number + 2]
     return [start + at for at in _spread(end - start, _FRAMES)]
 
 

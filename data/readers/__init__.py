@@ -62,7 +62,12 @@ def open_dataset(
     if format not in FORMATS:
         raise unknown("dataset format", format, FORMATS)
     if Path(path).suffix in (".yaml", ".yml"):
-        return open_mixture(path, lambda part, **own: open_dataset(part, **{**options, **own}), episodes)
+
+        def open_one(part: str | Path, **own) -> Dataset:
+            found = local_path(part)
+            return open_dataset(found, **{**options, "format": guess_format(found), **own})
+
+        return open_mixture(path, open_one, episodes)
     local = local_path(path)
     if format == "lerobot_datasets":
         if guess_format(local) == "hdf5_datasets":

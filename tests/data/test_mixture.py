@@ -109,6 +109,50 @@ def test_a_camera_that_a_part_lacks_is_left_out(mixture):
     assert "observation.images.wrist" in got[0] and "observation.images.wrist" not in got[1]
 
 
+def test_parts_may_have_other_formats_and_rows_that_start_no_sample(v21, agilex, robomimic, tmp_path):
+    text = f"""
+    datasets:
+      - {{path: {agilex}, embodiment: two_arms}}
+      - {{path: {v21}, embodiment: arm, episodes: "3:5"}}
+      - {{path: {robomimic}, embodiment: sim, split: all, state_key: obs/ee_pos}}
+    """
+    mixture = open_dataset(written(tmp_path, text))
+    parts = [part.dataset for part in mixture.parts]
+    assert [len(part) for part in parts] == [44, 133, 169] and len(mixture) == mixture.ends[-1] == 44 + 133 + 169
+    assert [part.info.state_dim for part in parts] == [20, 4, 3]
+    positions = list(range(len(mixture)))
+    ids = [mixture.row_id(position) for position in positions]
+    assert len(set(ids)) == len(ids)
+    for position in (0, 43, 44, 176, 177, 345):
+        sample, (episode, frame) = mixture.get(position, DataNeeds(cameras=())), mixture.locate(position)
+        assert sample["frame_index"] == frame and sample["index"] == ids[position] % ROWS
+        assert episode.index // ROWS == sample["dataset_index"]
+    costs = mixture.costs()
+    assert costs.shape == (len(mixture),) and costs[0] > 3 * 256 > costs[44] > 2 * 256
+    ranks = [
+        build_loader(mixture, Ids(), EMPTY, batch_size=4, rank=rank, world=2, sampler="balanced", epochs=1)
+        for rank in range(2)
+    ]
+    seen = [row for rank in ranks for minibatch in rank for row in minibatch.ids.tolist()]
+    assert sorted(seen) == sorted(ids)
+    streamed = build_loader(parts[0], Ids(), EMPTY, batch_size=4, streaming=True, epochs=1)
+    seen = [row for minibatch in streamed for row in minibatch.ids.tolist()]
+    assert sorted(seen) == [parts[0].row_id(position) for position in range(44)]
+
+
+EMPTY = Contract({"frame": Field((), torch.int64, "")}, {})
+
+
+class Ids:
+    """Passes the frame's number on."""
+
+    def needs(self) -> DataNeeds:
+        return DataNeeds(cameras=())
+
+    def sample(self, sample, rng, training):
+        return {"frame": np.asarray(sample["frame_index"], np.int64)}
+
+
 def test_without_weights_every_sample_comes_once(mixture):
     free = Mixture([Part(part.dataset, None, part.embodiment) for part in mixture.parts])
     positions, _ = free.order(0).slice(0, 0, len(free))

@@ -160,15 +160,15 @@ class AgilexReader(Hdf5Reader):
         ]
 
     @cached_property
-    def _ends(self) -> list[int]:
+    def ends(self) -> list[int]:
         return list(accumulate(len(rows) for rows in self._rows))
 
     def locate(self, position: int) -> tuple[Episode, int]:
         if not 0 <= position < len(self):
             raise IndexError(f"position {position} is outside 0..{len(self) - 1}")
-        number = bisect_right(self._ends, position)
+        number = bisect_right(self.ends, position)
         rows = self._rows[number]
-        return self.episodes[number], rows[position - (self._ends[number] - len(rows))]
+        return self.episodes[number], rows[position - (self.ends[number] - len(rows))]
 
     def _add_vectors(self, sample: Sample, recording: Recording, frame: int, needs: DataNeeds) -> None:
         points = self._arms[sample["episode_index"]].points(frame, len(needs.action_offsets) + 1)
