@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from vlaforge.data import schema
-from vlaforge.data.errors import UserError
+from vlaforge.data.errors import UserError, unknown
 from vlaforge.data.ranges import ranged
 from vlaforge.models.towers.florence2 import BartConfig, DaViTConfig
 from vlaforge.models.xvla.actions import NAMES, ActionSpace, action_space
@@ -18,6 +18,26 @@ DOMAINS = {
     "robomind-ur": 12, "droid-left": 13, "droid-right": 14, "agibot": 15, "robomind-agilex": 16,
     "robomind-franka-dual": 17, "airbot": 18,
 }  # fmt: skip
+
+
+def domain_number(name: str | None, count: int, strict: bool = True) -> int | None:
+    """The number of a robot's name (or of a number) among `count` domains; None without a name.
+
+    A name or number that is not there is a UserError, or None where `strict` is False.
+    """
+    if name is None:
+        return None
+    text = str(name).lower().replace("_", "-")
+    if text.startswith("robotwin2"):
+        text = "robotwin2"
+    number = int(text) if text.isdigit() else DOMAINS.get(text)
+    if number is None and strict:
+        raise unknown("data.domain", str(name), DOMAINS)
+    if number is not None and number >= count:
+        if not strict:
+            return None
+        raise UserError(f"data.domain is {name}, number {number}; the model has {count} domains.")
+    return number
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ import torch
 from vlaforge.data.cameras import assign_cameras, check_image_size, frames_of, one_size, stack_views
 from vlaforge.data.codec import ActionCodec
 from vlaforge.data.dataset import DatasetInfo
-from vlaforge.data.errors import UserError, unknown
+from vlaforge.data.errors import UserError
 from vlaforge.data.normalize import NormalizerSet
 from vlaforge.data.schema import TASK, DataNeeds, Sample
 from vlaforge.data.tokenizer import Tokenizer
 from vlaforge.models.blocks.image import NormalizeImages
-from vlaforge.models.xvla.config import DOMAINS, DataConfig, ModelConfig
+from vlaforge.models.xvla.config import DataConfig, ModelConfig, domain_number
 
 
 class Processing:
@@ -53,7 +53,7 @@ class Processing:
         # Empty slots stand last, so that the batch can be cut behind the views that are there.
         self.cameras = tuple(sorted(assigned, key=lambda name: name is None))
         self.raw = one_size(dataset_info, self.cameras)
-        self.default_domain = self._domain_number(data_config.domain, strict=True)
+        self.default_domain = domain_number(data_config.domain, model_config.num_domains)
         self._check()
 
     def _check(self) -> None:
@@ -111,31 +111,18 @@ class Processing:
         """The number of the robot's soft prompt: as set, else by embodiment or robot type, else 0."""
         if self.default_domain is not None:
             return self.default_domain
-        named = self._domain_number(obs.get("embodiment") or self.info.robot_type, strict=False)
+        robot = obs.get("embodiment") or self.info.robot_type
+        named = domain_number(robot, self.model.num_domains, strict=False)
         return 0 if named is None else named
 
     @property
     def notes(self) -> list[str]:
         """What a run should say of the robot."""
         robot = self.info.robot_type
-        if self.default_domain is not None or robot is None or self._domain_number(robot, strict=False) is not None:
+        known = robot is None or domain_number(robot, self.model.num_domains, strict=False) is not None
+        if self.default_domain is not None or known:
             return []
         return [f"Robot type '{robot}' has no soft prompt of its own: domain 0 is used; data.domain chooses another."]
-
-    def _domain_number(self, name: str | None, strict: bool) -> int | None:
-        if name is None:
-            return None
-        text = str(name).lower().replace("_", "-")
-        if text.startswith("robotwin2"):
-            text = "robotwin2"
-        number = int(text) if text.isdigit() else DOMAINS.get(text)
-        if number is None and strict:
-            raise unknown("data.domain", str(name), DOMAINS)
-        if number is not None and number >= self.model.num_domains:
-            if not strict:
-                return None
-            raise UserError(f"data.domain is {name}, number {number}; the model has {self.model.num_domains} domains.")
-        return number
 
     def _tokens(self, text: str) -> np.ndarray:
         """int64 [L]; a text that is too long keeps its end mark."""

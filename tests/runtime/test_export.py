@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from vlaforge import models
 from vlaforge.data.collate import collate
 from vlaforge.data.errors import UserError
 from vlaforge.data.schema import IMAGES, STATE, TASK, Draw
@@ -21,6 +22,8 @@ from vlaforge.runtime.checkpoint.weights import model_tensors
 from vlaforge.runtime.commands.run import main
 from vlaforge.runtime.config import resolve
 from vlaforge.runtime.export import export
+from vlaforge.runtime.setup import build_setup
+from vlaforge.runtime.trainer import Trainer
 
 
 def exported(trainer, *flags):
@@ -103,13 +106,40 @@ def test_the_command_needs_only_the_folder(runs, capsys):
         export(resolve(["--model", "pi05", "--export", "pt", "--output-dir", str(runs.folder / "no")]), print)
 
 
+WITH_FILES = [name for name in models.available() if (models.family(name).folder / "companions.py").is_file()]
+
+
+@pytest.mark.parametrize("family", WITH_FILES)
+def test_files_beside_the_weights(family):
+    """LeRobot's: features of the robot, both pipelines, and the statistics that their steps name."""
+    family = models.family(family)
+    resolved = resolve(["--model", family.name, "--preset", "tiny"])
+    width = {"action": 4, "observation.state": 4}
+    statistics = {key: {n: [float(i)] * d for i, n in enumerate(("q01", "q99"))} for key, d in width.items()}
+    dataset = {"cameras": {"scene": {"height": 48, "width": 64}}, "action_dim": 4, "state_dim": 4, "robot_type": None}
+    make = family.part("companions").companions
+    files = make("lerobot", resolved.model_config, resolved.data_config, dataset, statistics)
+    config = json.loads(files["config.json"])
+    assert config["type"] == family.name and config["output_features"]["action"]["shape"] == [4]
+    assert set(config["input_features"]) == {"observation.images.scene", "observation.state"}
+    for pipeline in ("policy_preprocessor", "policy_postprocessor"):
+        steps = json.loads(files[f"{pipeline}.json"])["steps"]
+        (named,) = [step["state_file"] for step in steps if "state_file" in step]
+        assert torch.equal(files[named]["action.q99"], torch.ones(4))
+
+
 PEER = os.environ.get("VLAFORGE_PEER_PYTHON")
 
 
 @pytest.mark.skipif(PEER is None, reason="set VLAFORGE_PEER_PYTHON to an interpreter with LeRobot 0.6.1")
-def test_lerobots_policy_gives_the_same_actions(runs, root, tmp_path):
+@pytest.mark.parametrize(
+    "family, marks, flags",
+    [("pi05", ("<bos>", None), []), ("xvla", ("<bos>", "<eos>"), ["model.image_resize=pad_left_top"])],
+)
+def test_lerobots_policy_gives_the_same_actions(family, marks, flags, runs, root, tmp_path):
     """Raw frames, state and task through LeRobot's pipelines and policy, and through ours: the same robot actions."""
-    trainer = runs("--lr-base", "1e-3", "data.normalization_convention=lerobot", "--train-iters", "8")
+    flags = ["--lr-base", "1e-3", "data.normalization_convention=lerobot", "--train-iters", "8", *flags]
+    trainer = runs(*flags) if family == "pi05" else tiny_run(family, tmp_path / "run", *flags)
     setup, model = trainer.setup, trainer.model.eval()
     path, _ = exported(trainer, "--export", "lerobot")
     samples = [setup.dataset.get(position, setup.processing.needs()) for position in (0, 40, 111)]
@@ -121,6 +151,8 @@ def test_lerobots_policy_gives_the_same_actions(runs, root, tmp_path):
         given[IMAGES + name] = torch.from_numpy(frames).permute(0, 3, 1, 2).float().div(255).contiguous()
     save_file(given, tmp_path / "observations.safetensors")
     job = {
+        "model": family,
+        "marks": marks,
         "root": str(root),
         "export": str(path),
         "sizes": asdict(setup.model_config),
@@ -140,9 +172,18 @@ def test_lerobots_policy_gives_the_same_actions(runs, root, tmp_path):
         batch = collate(fields, setup.contract, trim=False)
         actions = model.act(batch, Draw(noise=noise[number : number + 1]), setup.model_config.num_inference_steps)
         ours = torch.from_numpy(setup.processing.actions(actions[0].numpy(), sample))
-        length = int(batch["token_mask"].sum())
+        length = int(batch["token_mask"].sum()) if "token_mask" in batch else batch["tokens"].shape[1]
         assert torch.equal(theirs[f"tokens.{number}"][0, :length], batch["tokens"][0, :length])
         torch.testing.assert_close(theirs[f"actions.{number}"][0], ours, rtol=1e-4, atol=1e-4)
+
+
+def tiny_run(family, folder, *flags):
+    """A few steps of the family's tiny preset on the bundled data."""
+    small = ["--per-device-batch-size", "2", "--num-workers", "0", "--eval-episodes", "none", "--lr-warmup-iters", "2"]
+    argv = ["--model", family, "--preset", "tiny", *small, "--output-dir", str(folder), *flags]
+    trainer = Trainer(build_setup(resolve(argv)))
+    trainer.train()
+    return trainer
 
 
 def _targets(setup):
