@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +31,18 @@ QUICK = ("--train-iters", "3", "--per-device-batch-size", "2", "--num-workers", 
 
 def test_every_family_has_a_tiny_preset():
     assert models.available() == FAMILIES
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_commands_of_its_readme_are_right(name):
+    """Every flag and setting of them exists, and one fine-tunes from published weights."""
+    blocks = re.findall(r"```\n(.*?)```", (models.family(name).folder / "README.md").read_text(), re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    commands = [shlex.split(line, comments=True) for line in lines if line.startswith(("forge-run", "forge-data"))]
+    resolved = [resolve([word for word in words[1:] if word not in ("precompute", "--output", "CACHE")])
+                for words in commands]  # fmt: skip
+    assert all(one.family.name == name for one in resolved)
+    assert any(one.args.pretrained_checkpoint and one.args.dataset_path for one in resolved)
 
 
 class Tiny:
