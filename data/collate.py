@@ -57,6 +57,9 @@ def _stack(samples: Sequence[Mapping[str, np.ndarray]], name: str, cuts: Sequenc
         raise ValueError(f"the processing gives no '{name}', which the contract names; it gives {held}") from None
     for axis, kept in cuts:
         parts = [part[_index(axis - 1, kept)] for part in parts]
+    if len(shapes := {part.shape for part in parts}) > 1:
+        listed = " and ".join(str(list(shape)) for shape in sorted(shapes)[:3])
+        raise ValueError(f"'{name}' has samples of shapes {listed}, which make no batch")
     return np.ascontiguousarray(np.stack(parts))
 
 

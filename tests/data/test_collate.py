@@ -67,5 +67,7 @@ def test_faults_name_the_field():
     ):
         with pytest.raises(ValueError, match=message):
             collate([{**good, **change}], contract("any"))
+    with pytest.raises(ValueError, match=r"'other' has samples of shapes \[3\] and \[4\]"):
+        collate([good, {**good, "other": np.ones(4, np.float32)}], contract("any"))
     with pytest.raises(ValueError, match=r"no 'other'.*\['mask', 'pair', 'tokens'\]"):
         collate([{k: v for k, v in good.items() if k != "other"}], contract("prefix"))
