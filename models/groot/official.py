@@ -78,7 +78,7 @@ class Official:
 
     # ------------------------------------------------------------------------------------------------ options
 
-    def options(self, data: GrootDataConfig, image_size: int) -> GrootDataConfig:
+    def options(self, data: GrootDataConfig, frame: tuple[int, int]) -> GrootDataConfig:
         """`data` with what ``processor_config.json`` says. UserError for what is not built, or another image size."""
         given = self.processor
         if not given:
@@ -86,9 +86,10 @@ class Official:
         areas = bool(given.get("use_albumentations", False))
         edge, crop, crop_size = (given.get(n) for n in ("shortest_image_edge", "crop_fraction", "image_crop_size"))
         target = given.get("image_target_size")
-        if target and not areas and tuple(target) != (image_size, image_size):
+        if target and not areas and tuple(target) != frame:
             raise UserError(
-                f"'{self.folder}' has images of {target}: set model.image_size and data.image_size to {target[0]}."
+                f"'{self.folder}' has images of {target[0]} × {target[1]}: set model.image_size={target[0]} "
+                f"model.image_width={target[1]} data.image_size={target[0]}."
             )
         if crop is None and crop_size and target:
             crop = crop_size[0] / target[0]
@@ -178,13 +179,13 @@ class Official:
 
 
 def resolve(
-    data: GrootDataConfig, image_size: int, horizon: int, info: DatasetInfo
+    data: GrootDataConfig, frame: tuple[int, int], horizon: int, info: DatasetInfo
 ) -> tuple[GrootDataConfig, Stats | None]:
     """The options of a run on `info`'s dataset, and the statistics that it normalises by (None: the dataset's own)."""
     if not data.official_folder:
         return data, None
     official = Official.read(data.official_folder, data.embodiment_tag)
-    data = official.options(data, image_size)
+    data = official.options(data, frame)
     if not (official.statistics and data.official_statistics):
         return data, None
     dims = {kind: _dims(official, kind, info, data) for kind in ("state", "action")}

@@ -23,7 +23,7 @@ from vlaforge.data.schema import Batch, Contract, Draw, DrawSpec, Field, Trim
 from vlaforge.models.action.flow import FlowMix, MaskedSquares
 from vlaforge.models.action.groot import Context, ContextConfig, DiTConfig, GrootHead, HeadConfig
 from vlaforge.models.base import BlockGroup, EmbodiedModel, Losses, LossTerm
-from vlaforge.models.blocks.image import PrepareImages
+from vlaforge.models.blocks.image import NormalizeImages, PrepareImages
 from vlaforge.models.towers.qwen3 import Qwen3
 from vlaforge.models.towers.qwen3_vision import PatchGrid
 
@@ -32,6 +32,7 @@ from vlaforge.models.towers.qwen3_vision import PatchGrid
 class GrootConfig:
     """Hyperparameters of the head and of what is trained, named as in the published config.json.
 
+    `image_size` is the height of images in the model, `image_width` their width where it is another one.
     `action_dim` and `state_dim` are the robot's (None: the dataset's), inside the model's `max_` ones.
     `mask_vl_padding` keeps padding out of the context's self-attention; published models let it in, so that a sample's
     loss depends on what it is batched with. `tune_top_llm_layers` counts from the last kept layer.
@@ -39,6 +40,7 @@ class GrootConfig:
 
     num_views: int = 2
     image_size: int = 224
+    image_width: int | None = None
     max_token_len: int = 220
     select_layer: int = 16
     action_dim: int | None = None
@@ -69,6 +71,11 @@ class GrootConfig:
     tune_projector: bool = True
     tune_diffusion_model: bool = True
     tune_vlln: bool = True
+
+    @property
+    def frame(self) -> tuple[int, int]:
+        """(height, width) of images in the model."""
+        return self.image_size, self.image_width or self.image_size
 
     @property
     def state_width(self) -> int:
@@ -116,7 +123,7 @@ class Overlap:
         return torch.cat([torch.zeros(self.frozen, device=like_BHA.device), ramp, free])[:, None]
 
 
-def patches_of(batch: Batch, vision: nn.Module, prepare: PrepareImages) -> tuple[Tensor, PatchGrid, bool]:
+def patches_of(batch: Batch, vision: nn.Module, prepare: nn.Module) -> tuple[Tensor, PatchGrid, bool]:
     """(patches [B·V, N, values] in merge order, their grid, whether some are padding) from `images` or `patches`.
 
     `images` are uint8 and normalised here with mean and deviation 1/2: the bytes travel, not the floats.
@@ -128,15 +135,15 @@ def patches_of(batch: Batch, vision: nn.Module, prepare: PrepareImages) -> tuple
         return patches_BVNP.flatten(0, 1), grid, True
     images_MCHW = prepare(batch["images"], vision.patch_embed.weight.dtype)
     patches_MNP = vision.patchify(images_MCHW)
-    side = prepare.size // vision.config.patch
-    sizes_M2 = torch.full((images_MCHW.shape[0], 2), side, device=images_MCHW.device)
+    sides = (size // vision.config.patch for size in images_MCHW.shape[2:])
+    sizes_M2 = torch.stack([torch.full(images_MCHW.shape[:1], side, device=images_MCHW.device) for side in sides], 1)
     return patches_MNP, PatchGrid.of(sizes_M2, patches_MNP.shape[1], merge), False
 
 
 def image_tokens(config: GrootConfig) -> int:
     """Image tokens of a sample with all its views, at the config's image size."""
-    vision = config.vision
-    return config.num_views * (config.image_size // vision.patch // vision.merge) ** 2
+    token = config.vision.patch * config.vision.merge
+    return config.num_views * math.prod(size // token for size in config.frame)
 
 
 @dataclass(frozen=True)
@@ -163,7 +170,9 @@ class GrootPolicy(EmbodiedModel):
     def __init__(self, config: GrootConfig):
         super().__init__(config)
         self.salts: Iterator[int] = count()
-        self.prepare = PrepareImages(config.image_size)
+        height, width = config.frame
+        half = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
+        self.prepare = PrepareImages(height) if height == width else NormalizeImages((height, width), **half)
         self.head = GrootHead(config.head(), self.salts)
         self.mix = FlowMix(towards="data")
         self.errors = MaskedSquares()
@@ -240,9 +249,9 @@ class GrootPolicy(EmbodiedModel):
 
     @classmethod
     def contract(cls, config: GrootConfig) -> Contract:
-        size, horizon, width = config.image_size, config.action_horizon, config.max_action_dim
+        horizon, width = config.action_horizon, config.max_action_dim
         fields = {
-            "images": Field((config.num_views, size, size, 3), torch.uint8, "VHWC", 0, 256),
+            "images": Field((config.num_views, *config.frame, 3), torch.uint8, "VHWC", 0, 256),
             "tokens": Field(
                 (config.max_token_len,),
                 torch.int64,

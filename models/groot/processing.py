@@ -5,6 +5,7 @@ Axes: V views, S side of an image, L tokens, H action steps, A action width of t
 
 from __future__ import annotations
 
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -61,14 +62,14 @@ class GrootProcessing(ABC):
         self.modality = Modality.of(dataset_info, self.data) if self.data.use_modality else None
         self.codec = self._codec(normalizers, files)
         self.cameras = self._cameras()
-        data, size = self.data, model_config.image_size
+        data = self.data
         self.transform = ImageTransform(
-            (size, size), data.shortest_image_edge, data.crop_fraction, data.letter_box, data.image_path
+            model_config.frame, data.shortest_image_edge, data.crop_fraction, data.letter_box, data.image_path
         )
         self.embodiment = self._number(self.data.embodiment_tag)
         vision = model_config.vision
-        self.grid = model_config.image_size // vision.patch
-        self.view_tokens = (self.grid // vision.merge) ** 2
+        self.grid = tuple(size // vision.patch for size in model_config.frame)
+        self.view_tokens = math.prod(size // vision.merge for size in self.grid)
         self._check()
         self._warned = False
 
@@ -85,7 +86,7 @@ class GrootProcessing(ABC):
         model: GrootConfig, data: GrootDataConfig, info: DatasetInfo
     ) -> tuple[GrootDataConfig, Stats | None]:
         """The options, and the statistics of an official checkpoint that the run goes on with (None: the dataset's)."""
-        return resolve(data, model.image_size, model.action_horizon, info)
+        return resolve(data, model.frame, model.action_horizon, info)
 
     def _codec(self, normalizers: NormalizerSet, files: Official | None) -> ActionCodec:
         dims = {"state": self.info.state_dim, "action": self.action_dim}
@@ -111,9 +112,10 @@ class GrootProcessing(ABC):
     def _check(self) -> None:
         model, data, tokenizer = self.model, self.data, self.tokenizer
         check_image_size(model.image_size, data.image_size)
-        if model.image_size % (model.vision.patch * model.vision.merge):
-            side = model.vision.patch * model.vision.merge
-            raise UserError(f"model.image_size is {model.image_size}; it must be a multiple of {side}.")
+        side = model.vision.patch * model.vision.merge
+        if any(size % side for size in model.frame):
+            height, width = model.frame
+            raise UserError(f"Images are {height} × {width} in the model: both must be multiples of {side}.")
         self._check_frames()
         if tokenizer.vocab_size > model.text.vocab_size or tokenizer.token_id(self.image_word) != model.image_token:
             raise UserError(
@@ -141,15 +143,13 @@ class GrootProcessing(ABC):
         for name in self.cameras:
             camera = self.info.cameras[name]
             natural = self.transform.natural(camera.height, camera.width, vision.patch * vision.merge)
-            if natural[0] != natural[1]:
-                raise UserError(
-                    f"Camera '{name}' is {camera.height} × {camera.width}, and data.image_path=albumentations keeps "
-                    f"the aspect: pad it to a square with data.letter_box=true, or use data.image_path=torch."
-                )
             if natural != self.transform.size:
+                height, width = natural
                 raise UserError(
-                    f"Frames become {natural[0]} × {natural[1]} here: set model.image_size and data.image_size to "
-                    f"{natural[0]}."
+                    f"data.image_path=albumentations keeps aspects: camera '{name}' of {camera.height} × "
+                    f"{camera.width} becomes {height} × {width}. Set model.image_size={height} "
+                    f"model.image_width={width} data.image_size={height}, or pad all cameras to squares with "
+                    f"data.letter_box=true."
                 )
 
     def _number(self, tag: str) -> int:

@@ -21,5 +21,5 @@ class Processing(GrootProcessing):
         return [*pieces, f"{text}<|im_end|>\n"]
 
     def extra(self, tokens_L: np.ndarray, mask_L: np.ndarray) -> dict[str, np.ndarray]:
-        grids = [(self.grid, self.grid)] * self.model.num_views
+        grids = [self.grid] * self.model.num_views
         return {"positions": multimodal_positions(tokens_L, mask_L, grids, self.model)}

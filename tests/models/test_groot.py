@@ -140,6 +140,17 @@ def test_the_split_context_is_the_masked_one(name):
     torch.testing.assert_close(*velocities, atol=1e-5, rtol=1e-5)
 
 
+def test_images_need_not_be_square(name):
+    """The same numbers as from ready patches with their grid, which the recorded results are compared with."""
+    model, batch, draw = tiny(name, image_size=48, image_width=64)
+    assert batch["images"].shape == (3, 2, 48, 64, 3) and model.image_tokens == 2 * 3 * 4
+    ready = type(batch)(batch)
+    images = ready.pop("images").flatten(0, 1).permute(0, 3, 1, 2)
+    ready["patches"] = model.vision.patchify(images / 127.5 - 1).unflatten(0, (3, 2))
+    ready["grids"] = torch.tensor([6, 8]).expand(3, 2, 2)
+    torch.testing.assert_close(model(batch, draw).total(), model(ready, draw).total(), atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("top", [0, 1])
 def test_the_frozen_start_runs_ahead_with_the_same_loss(name, top):
     model, batch, draw = tiny(name, tune_llm=False, tune_visual=False, tune_top_llm_layers=top)
@@ -304,11 +315,14 @@ def test_official_files_win(name, build, sample, tmp_path):
     assert processing.transform == ImageTransform((64, 64), 64, 0.75, path="albumentations")
     assert processing.data.color_jitter == (0.0, 0.0, 0.0, 0.1)
     wide = {name: replace(camera, width=160) for name, camera in processing.info.cameras.items()}
-    with pytest.raises(UserError, match=r"128 × 160.*data.letter_box=true"):
-        build(replace(processing.info, cameras=wide), official_folder=str(tmp_path), embodiment_tag="my_robot")
+    files = {"official_folder": str(tmp_path), "embodiment_tag": "my_robot"}
+    with pytest.raises(UserError, match=r"128 × 160 becomes 64 × 80. Set model.image_size=64 model.image_width=80"):
+        build(replace(processing.info, cameras=wide), **files)
+    broad = build(replace(processing.info, cameras=wide), {"image_width": 80, "max_token_len": 160}, **files)
+    assert broad.view_tokens == 4 * 5 and broad.transform.size == (64, 80)
     kwargs["shortest_image_edge"] = 100
     (tmp_path / "processor_config.json").write_text(json.dumps({"processor_kwargs": kwargs}))
-    with pytest.raises(UserError, match="to 96"):
+    with pytest.raises(UserError, match="becomes 96 × 96"):
         build(official_folder=str(tmp_path), embodiment_tag="my_robot")
 
 
