@@ -74,7 +74,12 @@ def check_resumed_weights(setup: Setup, model: nn.Module, found: Path) -> None:
         load_model(model, headers(found), own_layout())
     except UserError as error:
         changed = {name: pair for name, pair in _changed(setup, found).items() if name.startswith("model.")}
-        raise UserError(f"{error} {_shown(changed)}".strip()) from error
+        if not changed:
+            raise
+        raise UserError(
+            f"Checkpoint '{found}' does not fit the model, which is another one now: {_shown(changed)}. Give the "
+            "settings that it was trained with, or start a new run."
+        ) from error
 
 
 def check_resumed_optimizer(setup: Setup, model: nn.Module, found: Path) -> None:

@@ -173,7 +173,7 @@ def _files_of(path: Path, stem: str) -> list[Path]:
         return [path]
     try:
         names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"'{path}' is no index of safetensors files ({error!r}).") from error
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
