@@ -111,21 +111,28 @@ WITH_FILES = [name for name in models.available() if (models.family(name).folder
 
 @pytest.mark.parametrize("family", WITH_FILES)
 def test_files_beside_the_weights(family):
-    """LeRobot's: features of the robot, both pipelines, and the statistics that their steps name."""
+    """JSON in every layout; LeRobot's: features of the robot, and both pipelines with the statistics they name."""
     family = models.family(family)
     resolved = resolve(["--model", family.name, "--preset", "tiny"])
-    width = {"action": 4, "observation.state": 4}
-    statistics = {key: {n: [float(i)] * d for i, n in enumerate(("q01", "q99"))} for key, d in width.items()}
+    keys, bounds = ("action", "observation.state"), {"q01": 0.0, "q99": 1.0}
+    statistics = {key: {name: [value] * 4 for name, value in bounds.items()} for key in keys}
     dataset = {"cameras": {"scene": {"height": 48, "width": 64}}, "action_dim": 4, "state_dim": 4, "robot_type": None}
     make = family.part("companions").companions
-    files = make("lerobot", resolved.model_config, resolved.data_config, dataset, statistics)
-    config = json.loads(files["config.json"])
-    assert config["type"] == family.name and config["output_features"]["action"]["shape"] == [4]
-    assert set(config["input_features"]) == {"observation.images.scene", "observation.state"}
-    for pipeline in ("policy_preprocessor", "policy_postprocessor"):
-        steps = json.loads(files[f"{pipeline}.json"])["steps"]
-        (named,) = [step["state_file"] for step in steps if "state_file" in step]
-        assert torch.equal(files[named]["action.q99"], torch.ones(4))
+    found = {
+        layout: make(layout, resolved.model_config, resolved.data_config, dataset, statistics)
+        for layout in family.part("convert").LAYOUTS
+    }
+    assert any(found.values())
+    for files in found.values():
+        texts = {name: json.loads(content) for name, content in files.items() if name.endswith(".json")}
+        if "policy_preprocessor.json" not in texts:
+            continue
+        config = texts["config.json"]
+        assert config["type"] == family.name and config["output_features"]["action"]["shape"] == [4]
+        assert set(config["input_features"]) == {"observation.images.scene", "observation.state"}
+        for pipeline in ("policy_preprocessor", "policy_postprocessor"):
+            (named,) = [step["state_file"] for step in texts[f"{pipeline}.json"]["steps"] if "state_file" in step]
+            assert torch.equal(files[named]["action.q99"], torch.ones(4))
 
 
 PEER = os.environ.get("VLAFORGE_PEER_PYTHON")

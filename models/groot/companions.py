@@ -1,0 +1,153 @@
+"""The files beside GR00T's weights in NVIDIA's layout, which Isaac-GR00T, LeRobot and `official` read: ``config.json``,
+``processor_config.json``, ``statistics.json`` and ``embodiment_id.json``.
+
+Facts: NVIDIA/Isaac-GR00T ``configs/model``, ``processing_gr00t_n1d7.py``. Relative actions have statistics of another
+kind there, by part and step: with ``data.action_mode=relative`` only ``config.json`` and ``embodiment_id.json`` are
+written, and the processor is the user's to bring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from vlaforge.data.schema import ACTION, STATE
+from vlaforge.models.companions import Files, Statistics, text
+from vlaforge.models.groot.config import GrootDataConfig
+from vlaforge.models.groot.modality import Modality
+from vlaforge.models.groot.official import Official
+from vlaforge.models.groot.policy import GrootConfig
+
+LANGUAGE = "annotation.human.task_description"
+COLUMNS = {"state": STATE, "action": ACTION}
+
+
+def nvidia(
+    kind: Mapping[str, Any],
+    numbers: Mapping[str, int],
+    model: GrootConfig,
+    data: GrootDataConfig,
+    dataset: Mapping[str, Any],
+    statistics: Statistics,
+) -> Files:
+    """See `models.companions`. `kind`: what only this version's ``config.json`` says; `numbers`: its embodiments."""
+    if data.official_folder:
+        official = Official.read(data.official_folder, data.embodiment_tag)
+        data, numbers = official.options(data, model.image_size), official.numbers or numbers
+    files: Files = {
+        "config.json": text({**kind, **_config(model, data)}),
+        "embodiment_id.json": text(dict(numbers)),
+    }
+    if data.action_mode != "absolute" or not statistics:
+        return files
+    dims = _dims(data, dataset)
+    values = {
+        part: {column: _part(statistics.get(key, {}), places) for column, places in dims[part].items()}
+        for part, key in COLUMNS.items()
+    }
+    processor = {
+        "processor_class": f"{kind['model_type']}Processor",
+        "processor_kwargs": _processor(model, data, dataset, dims),
+    }
+    return files | {
+        "processor_config.json": text(processor),
+        "statistics.json": text({data.embodiment_tag: values}),
+    }
+
+
+def _dims(data: GrootDataConfig, dataset: Mapping[str, Any]) -> dict[str, dict[str, list[int]]]:
+    """Parts of state and action → dimensions in the dataset's order, as its ``meta/modality.json`` says."""
+    info = SimpleNamespace(
+        path=Path(dataset.get("path", "")), cameras=dataset["cameras"], state_dim=dataset["state_dim"],
+        action_dim=dataset["action_dim"],
+    )  # fmt: skip
+    groups = Modality.of(info, data).groups if data.use_modality else {}
+    whole = {"state": dataset["state_dim"], "action": dataset["action_dim"]}
+    return {
+        kind: {name: list(places) for name, places in groups.get(kind, {}).items()} or {kind: list(range(whole[kind]))}
+        for kind in COLUMNS
+    }
+
+
+def _part(statistics: Mapping[str, Any], places: list[int]) -> dict[str, list[float]]:
+    """One part's rows of every statistic but the count."""
+    return {name: [row[d] for d in places] for name, row in statistics.items() if name != "count"}
+
+
+def _processor(
+    model: GrootConfig, data: GrootDataConfig, dataset: Mapping[str, Any], dims: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    steps = list(range(data.action_steps or model.action_horizon))
+    history = list(range(1 - model.state_history_length, 1))
+    absolute = {"rep": "absolute", "type": "non_eef", "format": "default"}
+    modality = {
+        "video": {"delta_indices": [0], "modality_keys": list(dataset["cameras"])},
+        "state": {"delta_indices": history, "modality_keys": list(dims["state"])},
+        "action": {
+            "delta_indices": steps,
+            "modality_keys": list(dims["action"]),
+            "action_configs": [absolute for _ in dims["action"]],
+        },
+        "language": {"delta_indices": [0], "modality_keys": [LANGUAGE]},
+    }
+    size = model.image_size
+    names = ("brightness", "contrast", "saturation", "hue")
+    return {
+        "modality_configs": {data.embodiment_tag: modality},
+        "use_percentiles": data.normalization_mode == "q99",
+        "use_mean_std": data.normalization_mode == "mean_std",
+        "clip_outliers": data.clip,
+        "formalize_language": data.formalize_language,
+        "use_relative_action": False,
+        "apply_sincos_state_encoding": False,
+        "image_target_size": [size, size],
+        "image_crop_size": None,
+        "shortest_image_edge": data.shortest_image_edge,
+        "crop_fraction": data.crop_fraction,
+        "letter_box_transform": data.letter_box,
+        "use_albumentations": data.image_path == "albumentations",
+        "random_rotation_angle": None,
+        "color_jitter_params": dict(zip(names, data.color_jitter)),
+        "max_state_dim": model.max_state_dim,
+        "max_action_dim": model.max_action_dim,
+        "max_action_horizon": model.action_horizon,
+        "state_dropout_prob": model.state_dropout_prob,
+    }
+
+
+def _config(model: GrootConfig, data: GrootDataConfig) -> dict[str, Any]:
+    same = (
+        "select_layer", "max_state_dim", "max_action_dim", "action_horizon", "state_history_length", "hidden_size",
+        "max_num_embodiments", "max_seq_len", "add_pos_embed", "use_vlln", "use_alternate_vl_dit", "state_dropout_prob",
+        "noise_beta_alpha", "noise_beta_beta", "noise_s", "num_timestep_buckets", "num_inference_timesteps", "tune_llm",
+        "tune_visual", "tune_top_llm_layers", "tune_projector", "tune_diffusion_model", "tune_vlln",
+    )  # fmt: skip
+    dit = model.dit
+    published = {"positional_embeddings": None, "final_dropout": True}
+    config = {name: getattr(model, name) for name in same} | {
+        "backbone_embedding_dim": model.text.width,
+        "input_embedding_dim": dit.width,
+        "attend_text_every_n_blocks": dit.text_every or 1,
+        "formalize_language": data.formalize_language,
+        "diffusion_model_cfg": {
+            **published,
+            "norm_type": "ada_norm",
+            "interleave_self_attention": True,
+            "dropout": dit.dropout,
+            "num_layers": dit.layers,
+            "num_attention_heads": dit.heads,
+            "attention_head_dim": dit.head_dim,
+            "output_dim": dit.output,
+        },
+    }
+    if (context := model.vl_self_attention) is not None:
+        config["vl_self_attention_cfg"] = {
+            **published,
+            "dropout": context.dropout,
+            "num_layers": context.layers,
+            "num_attention_heads": context.heads,
+            "attention_head_dim": context.head_dim,
+        }
+    return config

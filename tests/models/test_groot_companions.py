@@ -1,0 +1,63 @@
+"""What stands beside exported GR00T weights: a run on those files sees and gives the very numbers of the first."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from vlaforge.data.prepare import prepare
+from vlaforge.data.readers import open_dataset
+from vlaforge.data.tokenizer import Tokenizer
+from vlaforge.models import family
+from vlaforge.runtime.config import resolve
+
+PARTS = {"gripper": {"start": 3, "end": 4}, "hand": {"start": 0, "end": 3}}
+
+
+@pytest.mark.parametrize("name", ["groot_n1_6", "groot_n1_7"])
+@pytest.mark.parametrize("mode", ["q99", "mean_std"])
+@pytest.mark.parametrize("parted", [False, True])
+def test_files_carry_processing_and_statistics(name, mode, parted, metaworld, tmp_path):
+    if parted:
+        (tmp_path / "meta").mkdir()
+        (tmp_path / "meta" / "modality.json").write_text(json.dumps({"state": PARTS, "action": PARTS}))
+    resolved, dataset = resolve(["--model", name, "--preset", "tiny"]), open_dataset(metaworld)
+    info = replace(dataset.info, path=tmp_path)
+    model = replace(resolved.model_config, action_dim=4, state_dim=4)
+    kind = family(name)
+
+    def build(data):
+        data, given = kind.processing.official(model, data, info)
+        prepared = prepare(dataset, data, model.action_horizon, given)
+        tokenizer = Tokenizer(resolved.args.tokenizer_path, **kind.processing.tokenizer_options)
+        return kind.processing(model, data, prepared.normalizers, tokenizer, info), prepared.statistics.values
+
+    data = replace(resolved.data_config, normalization_mode=mode, crop_fraction=0.9, embodiment_tag="new_embodiment")
+    first, values = build(data)
+    statistics = {key: {n: v.tolist() for n, v in entry.items()} for key, entry in values.items()}
+    cameras = {n: {"height": info.cameras[n].height, "width": info.cameras[n].width} for n in first.cameras}
+    facts = {"path": str(tmp_path), "cameras": cameras, "action_dim": 4, "state_dim": 4}
+    files = kind.part("companions").companions("nvidia", model, data, facts, statistics)
+    for file, content in files.items():
+        (tmp_path / file).write_text(content)
+    other = replace(data, official_folder=str(tmp_path), normalization_mode="min_max", crop_fraction=None)
+    second, _ = build(other)
+    assert second.data.normalization_mode == mode and second.data.crop_fraction == 0.9
+    sample = dataset.get(40, first.needs())
+    a, b = (one.sample(sample, np.random.default_rng(0), False) for one in (first, second))
+    assert a.keys() == b.keys() and all(np.array_equal(a[field], b[field]) for field in a)
+    x_HA = np.random.default_rng(1).uniform(-0.9, 0.9, (model.action_horizon, model.max_action_dim))
+    np.testing.assert_array_equal(first.actions(x_HA, sample), second.actions(x_HA, sample))
+    config = json.loads(files["config.json"])
+    assert config["model_type"] == f"Gr00tN1d{name[-1]}" and config["action_horizon"] == model.action_horizon
+    assert config["diffusion_model_cfg"]["num_layers"] == model.dit.layers
+
+
+def test_relative_actions_have_no_statistics_here():
+    resolved = resolve(["--model", "groot_n1_7", "--preset", "tiny"])
+    data = replace(resolved.data_config, action_mode="relative")
+    facts = {"cameras": {}, "action_dim": 4, "state_dim": 4}
+    make = family("groot_n1_7").part("companions").companions
+    files = make("nvidia", resolved.model_config, data, facts, {"action": {}})
+    assert set(files) == {"config.json", "embodiment_id.json"}
