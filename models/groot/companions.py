@@ -35,7 +35,7 @@ def nvidia(
     """See `models.companions`. `kind`: what only this version's ``config.json`` says; `numbers`: its embodiments."""
     if data.official_folder:
         official = Official.read(data.official_folder, data.embodiment_tag)
-        data, numbers = official.options(data, model.image_size), official.numbers or numbers
+        data, numbers = official.options(data, model.frame), official.numbers or numbers
     files: Files = {
         "config.json": text({**kind, **_config(model, data)}),
         "embodiment_id.json": text(dict(numbers)),
@@ -92,7 +92,6 @@ def _processor(
         },
         "language": {"delta_indices": [0], "modality_keys": [LANGUAGE]},
     }
-    size = model.image_size
     names = ("brightness", "contrast", "saturation", "hue")
     return {
         "modality_configs": {data.embodiment_tag: modality},
@@ -102,7 +101,7 @@ def _processor(
         "formalize_language": data.formalize_language,
         "use_relative_action": False,
         "apply_sincos_state_encoding": False,
-        "image_target_size": [size, size],
+        "image_target_size": list(model.frame),
         "image_crop_size": None,
         "shortest_image_edge": data.shortest_image_edge,
         "crop_fraction": data.crop_fraction,
