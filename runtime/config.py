@@ -79,7 +79,8 @@ def resolve_given(given: Given) -> Resolved:
     file = load_yaml(Path(named), "--config-file") if named else {}
 
     def choice(name: str) -> Any:
-        return given.flags.get(name, (file.get("train") or {}).get(name))
+        section = file.get("train")
+        return given.flags.get(name, section.get(name) if isinstance(section, Mapping) else None)
 
     if not choice("model"):
         raise UserError(f"No model was named: give --model with one of {', '.join(available())}.")
@@ -130,7 +131,8 @@ def load_yaml(path: Path, what: str) -> dict[str, Any]:
         raise UserError(f"The file '{path}' of {what} cannot be read: {error.strerror}.") from error
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
-        place = f" at line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None)
+        place = f" at line {mark.line + 1}{f': {problem}' if problem else ''}" if mark else ""
         raise UserError(f"The file '{path}' of {what} is not valid YAML{place}.") from error
     if not isinstance(tree, dict):
         raise UserError(f"The file '{path}' of {what} must hold the sections model, data and train.")
