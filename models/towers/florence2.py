@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlaforge.models.blocks.attention import QKV, attention, merge_heads
+from vlaforge.models.blocks.attention import QKV, Attention, merge_heads
 from vlaforge.models.blocks.dropout import Dropout
 
 
@@ -63,26 +63,37 @@ class ConvEmbed(nn.Module):
 
 
 class WindowAttention(nn.Module):
-    """Attention inside windows of `window` × `window`; zero padding at the right and bottom takes part."""
+    """Attention inside windows of `window` × `window`; zero padding at the right and bottom takes part.
+
+    Padding has the bias for its query, key and value, and its output is cut away: it goes through no product, which
+    saves two thirds of them where 14 rows are padded to 24.
+    """
 
     def __init__(self, dim: int, heads: int, window: int):
         super().__init__()
         self.heads, self.window = heads, window
         self.qkv = nn.Linear(dim, 3 * dim)
+        self.attention = Attention()
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x_NhwC: Tensor) -> Tensor:
         n, h, w, c = x_NhwC.shape
         side = self.window
         down, right = -h % side, -w % side
-        if down or right:
-            x_NhwC = F.pad(x_NhwC, (0, 0, 0, right, 0, down))
+        qkv = self.qkv(x_NhwC)  # [N, h, w, 3·C]
+        if right:
+            qkv = torch.cat([qkv, self.padding(qkv, h, right)], dim=2)
+        if down:
+            qkv = torch.cat([qkv, self.padding(qkv, down, w + right)], dim=1)
         rows, columns = (h + down) // side, (w + right) // side
-        x_WLC = x_NhwC.view(n, rows, side, columns, side, c).transpose(2, 3).reshape(n * rows * columns, side * side, c)
-        q, k, v = self.qkv(x_WLC).view(*x_WLC.shape[:2], 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
-        out_WLC = self.proj(attention(q, k, v).transpose(1, 2).reshape(x_WLC.shape))
-        out_NhwC = out_WLC.view(n, rows, columns, side, side, c).transpose(2, 3).reshape(n, h + down, w + right, c)
-        return out_NhwC[:, :h, :w]
+        split = qkv.view(n, rows, side, columns, side, 3, self.heads, c // self.heads).permute(5, 0, 1, 3, 6, 2, 4, 7)
+        q, k, v = split.reshape(3, n * rows * columns, self.heads, side * side, c // self.heads)
+        out = self.attention(q, k, v).reshape(n, rows, columns, self.heads, side, side, -1).permute(0, 1, 4, 2, 5, 3, 6)
+        return self.proj(out.reshape(n, h + down, w + right, c)[:, :h, :w])
+
+    def padding(self, qkv: Tensor, rows: int, columns: int) -> Tensor:
+        """What the projection makes of rows × columns of zeros: its bias."""
+        return self.qkv.bias.to(qkv.dtype).expand(qkv.shape[0], rows, columns, -1)
 
 
 class ChannelAttention(nn.Module):
@@ -92,13 +103,14 @@ class ChannelAttention(nn.Module):
         super().__init__()
         self.groups = groups
         self.qkv = nn.Linear(dim, 3 * dim)
+        self.attention = Attention()  # scales by the width of a key, which is L here
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x_NhwC: Tensor) -> Tensor:
         n, h, w, c = x_NhwC.shape
         qkv = self.qkv(x_NhwC).view(n, h * w, 3, self.groups, c // self.groups)
         q, k, v = qkv.permute(2, 0, 3, 4, 1)  # each [N, groups, channels of a group, L]
-        out_NgcL = attention(q, k, v, scale=(h * w) ** -0.5)
+        out_NgcL = self.attention(q, k, v)
         return self.proj(out_NgcL.permute(0, 3, 1, 2).reshape(n, h, w, c))
 
 
@@ -253,11 +265,11 @@ class BartLayer(nn.Module):
         self.drop1 = Dropout(config.dropout, next(salts))
         self.drop_activation = Dropout(config.activation_dropout, next(salts))
         self.drop2 = Dropout(config.dropout, next(salts))
-        self.drop_attention = Dropout(config.attention_dropout, next(salts))
+        self.attention = DropoutAttention(Dropout(config.attention_dropout, next(salts)))
 
     def forward(self, x_BTD: Tensor, seed_B: Tensor | None) -> Tensor:
         q, k, v = self.qkv(x_BTD)
-        mixed_BTD = merge_heads(dropout_attention(q, k, v, self.drop_attention, seed_B))
+        mixed_BTD = merge_heads(self.attention(q, k, v, seed_B))
         x_BTD = self.norm1(x_BTD + self.drop1(self.out_proj(mixed_BTD), seed_B))
         hidden = self.drop_activation(F.gelu(self.fc1(x_BTD)), seed_B)
         return self.norm2(x_BTD + self.drop2(self.fc2(hidden), seed_B))
@@ -288,13 +300,19 @@ class BartEncoder(nn.Module):
         return x_BTD
 
 
-def dropout_attention(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, drop: Dropout, seed_B: Tensor | None) -> Tensor:
+class DropoutAttention(nn.Module):
     """Full attention, with dropout on the probabilities when `drop` is active.
 
     The library kernels draw their own mask; a counter-based one needs the probabilities, so that path is written out.
     """
-    if not drop.active(seed_B):
-        return attention(q_BHTK, k_BHSK, v_BHSK)
-    scores = torch.matmul(q_BHTK, k_BHSK.transpose(-1, -2)) * q_BHTK.shape[-1] ** -0.5
-    probabilities = drop(scores.softmax(-1, dtype=torch.float32).to(v_BHSK.dtype), seed_B)
-    return torch.matmul(probabilities, v_BHSK)
+
+    def __init__(self, drop: Dropout):
+        super().__init__()
+        self.drop, self.attention = drop, Attention()
+
+    def forward(self, q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, seed_B: Tensor | None) -> Tensor:
+        if not self.drop.active(seed_B):
+            return self.attention(q_BHTK, k_BHSK, v_BHSK)
+        scores = torch.matmul(q_BHTK, k_BHSK.transpose(-1, -2)) * q_BHTK.shape[-1] ** -0.5
+        probabilities = self.drop(scores.softmax(-1, dtype=torch.float32).to(v_BHSK.dtype), seed_B)
+        return torch.matmul(probabilities, v_BHSK)

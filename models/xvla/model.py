@@ -18,35 +18,41 @@ from vlaforge.data.schema import Batch, Contract, Draw, DrawSpec, Field, Trim
 from vlaforge.models.action.embodiment import EmbodimentLinear
 from vlaforge.models.action.flow import FlowMix
 from vlaforge.models.base import BlockGroup, EmbodiedModel, Losses
+from vlaforge.models.blocks.attention import merge_heads
 from vlaforge.models.blocks.dropout import Dropout
 from vlaforge.models.blocks.image import NormalizeImages
-from vlaforge.models.towers.florence2 import BartEncoder, DaViT, Florence2Projector, dropout_attention
+from vlaforge.models.towers.florence2 import BartEncoder, DaViT, DropoutAttention, Florence2Projector
 from vlaforge.models.xvla.config import ModelConfig
 
 
 class PolicyBlock(nn.Module):
-    """Pre-norm block: x + attn(LN x), x + MLP(LN x); full attention, GELU (tanh)."""
+    """Pre-norm block: x + attn(LN x), x + MLP(LN x); full attention, GELU (tanh).
 
-    def __init__(self, config: ModelConfig, salts: count):
+    Args:
+        rows: how many of the first tokens are read afterwards; only these come out. None: all.
+    """
+
+    def __init__(self, config: ModelConfig, salts: count, rows: int | None = None):
         super().__init__()
         width = config.hidden_size
-        self.heads = config.num_heads
+        self.heads, self.rows = config.num_heads, rows
         self.norm1 = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
+        self.attention = DropoutAttention(Dropout(config.attn_dropout, next(salts)))
         self.proj = nn.Linear(width, width)
         self.norm2 = nn.LayerNorm(width)
         self.fc1 = nn.Linear(width, int(width * config.mlp_ratio))
         self.fc2 = nn.Linear(int(width * config.mlp_ratio), width)
-        self.drop_attention = Dropout(config.attn_dropout, next(salts))
+        self.act = nn.GELU(approximate="tanh")
         self.drop1 = Dropout(config.mlp_dropout, next(salts))
         self.drop2 = Dropout(config.mlp_dropout, next(salts))
 
     def forward(self, x_BTD: Tensor, seed_B: Tensor | None) -> Tensor:
         b, t, d = x_BTD.shape
         q, k, v = self.qkv(self.norm1(x_BTD)).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
-        mixed = dropout_attention(q, k, v, self.drop_attention, seed_B)
-        x_BTD = x_BTD + self.proj(mixed.transpose(1, 2).reshape(b, t, d))
-        hidden = self.drop1(F.gelu(self.fc1(self.norm2(x_BTD)), approximate="tanh"), seed_B)
+        mixed = self.attention(q[:, :, : self.rows], k, v, seed_B)
+        x_BTD = x_BTD[:, : self.rows] + self.proj(merge_heads(mixed))
+        hidden = self.drop1(self.act(self.fc1(self.norm2(x_BTD))), seed_B)
         return x_BTD + self.drop2(self.fc2(hidden), seed_B)
 
 
@@ -69,7 +75,9 @@ class Policy(nn.Module):
             self.aux_visual_proj = nn.Linear(vlm, width)
         self.positions = nn.Parameter(torch.randn(config.max_len_seq, width) * 0.02)
         self.soft_prompts = nn.Parameter(torch.randn(domains, config.len_soft_prompts, width) * 0.02)
-        self.blocks = nn.ModuleList(PolicyBlock(config, salts) for _ in range(config.depth))
+        # Only the action tokens, which stand first, are read behind the last block.
+        rows = [None] * (config.depth - 1) + [config.action_horizon]
+        self.blocks = nn.ModuleList(PolicyBlock(config, salts, read) for read in rows)
         self.norm = nn.LayerNorm(width)
 
     def forward(
