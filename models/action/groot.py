@@ -59,12 +59,13 @@ class FeedForward(nn.Module):
     def __init__(self, width: int, dropout: float, salts: Iterator[int]):
         super().__init__()
         self.fc1 = nn.Linear(width, 4 * width)
+        self.act = nn.GELU(approximate="tanh")
         self.fc2 = nn.Linear(4 * width, width)
         self.drop1 = Dropout(dropout, next(salts))
         self.drop2 = Dropout(dropout, next(salts))
 
     def forward(self, x_BTD: Tensor, seed_B: Tensor | None) -> Tensor:
-        hidden = self.drop1(F.gelu(self.fc1(x_BTD), approximate="tanh"), seed_B)
+        hidden = self.drop1(self.act(self.fc1(x_BTD)), seed_B)
         return self.drop2(self.fc2(hidden), seed_B)
 
 
