@@ -3,7 +3,8 @@
 The trainer knows nothing of terminals or pictures. It calls these in order:
 
     started(trainer)              model built and loaded, before lowering and the first step
-    note(text)                    a sentence for the log (plan, weights' account, skipped step, checkpoint written)
+    planned(plan)                 what lowering will do, before it does
+    note(text)                    a sentence for the log (weights' account, skipped step, checkpoint written)
     logged(step, metrics)         at each log point: what metrics.jsonl gets, on the first rank
     evaluate(trainer, step)       every --eval-interval steps: its result joins the metrics of that step
     finished(trainer)             after the last step, once the last checkpoint is written
@@ -14,12 +15,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from vlaforge.graphs import Plan
+
 
 class Hooks:
     """Does nothing; subclasses override what they need."""
 
     def started(self, trainer: Any) -> None:
         """`trainer.model` is the bare model on `trainer.device`; `trainer.completed` steps lie behind (resume)."""
+
+    def planned(self, plan: Plan) -> None:
+        """`plan` is settled, and nothing is changed yet."""
+        self.note(plan.text())
 
     def note(self, text: str) -> None:
         """A sentence, or a block of lines such as the plan."""

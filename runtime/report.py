@@ -219,7 +219,8 @@ def finish(
     write_page(folder, title, facts, {"Open loop in numbers": opened, **texts})
     names = {
         "loss.png": "loss curve", "openloop.png": "open-loop picture", "openloop.json": "open-loop numbers",
-        "report.html": "run page", "metrics.jsonl": "metrics", "config.yaml": "configuration", "log.txt": "log",
+        "report.html": "run page", "metrics.jsonl": "metrics", "config.yaml": "configuration", "plan.txt": "plan",
+        "log.txt": "log",
     }  # fmt: skip
     words.append("")
     words += [f"{label:<18} {folder / name}" for name, label in names.items() if (folder / name).exists()]

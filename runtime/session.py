@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from vlaforge.data.schema import ACTION
+from vlaforge.graphs import Plan
 from vlaforge.runtime.console import Console, Progress, duration
 from vlaforge.runtime.hooks import Hooks
 from vlaforge.runtime.openloop import OpenLoop, Prediction, save_json, summary
@@ -60,6 +61,11 @@ class Session(Hooks):
                 f"open loop before training: mean absolute error {error:.4f} "
                 f"(repeating the mean action: {yardstick:.4f})"
             )
+
+    def planned(self, plan: Plan) -> None:
+        super().planned(plan)
+        (self.folder / "plan.txt").write_text(plan.text() + "\n", encoding="utf-8")
+        save_json(plan.json(), self.folder / "plan.json")
 
     def note(self, text: str) -> None:
         if text.startswith("forge plan"):

@@ -118,7 +118,7 @@ class Trainer:
             self.hooks.started(self)
         groups = build_groups_of(self.args, self.model)
         plan = build_plan(self.setup, self.model, groups)
-        self.hooks.note(plan.text())
+        self.hooks.planned(plan)
         work = work_of(self.model, self.setup.contract, plan)
         for warning in plan.warnings:
             self.hooks.note(f"Warning: {warning}")

@@ -28,8 +28,8 @@ class CompileBlocks(Pass):
 
     def decide(self, model: nn.Module, context: Context) -> Decision:
         options = context.options
-        if options.compile == "off":
-            return Decision(False, "compiling was switched off")
+        if options.compile == "off" and self.name not in context.asked:
+            return Decision(False, "on request: --compile")
         if not (options.compiles or self.name in context.asked):
             return Decision(False, "compiling takes longer than it saves in a short CPU run (--compile)")
         if "trim_tokens" in context.on and "static_shapes" not in context.on and varying(context.contract):

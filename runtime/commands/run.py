@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 the run failed, 2 something given cannot be used, 130 inte
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import traceback
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
     from vlaforge.runtime.ranks import Ranks
     from vlaforge.runtime.setup import Setup
 
-KEPT = ("checkpoints", "metrics.jsonl", "log.txt", "config.yaml", "openloop.json", "openloop.npz", "report.html")
+KEPT = (
+    "checkpoints", "metrics.jsonl", "log.txt", "config.yaml", "plan.txt", "plan.json", "openloop.json", "openloop.npz",
+    "report.html",
+)  # fmt: skip
 """What a former run left in its output folder, and a new one must not be mixed with; pictures (*.png) too."""
 
 INTRO = """usage: forge-run --model FAMILY [--preset NAME] [flags] [model.x=...] [data.x=...]
@@ -35,8 +39,8 @@ Trains a model. Flags and settings may be mixed in any order; a setting belongs 
 configuration (forge-run --model FAMILY --help lists them). Later wins: dataclass defaults < preset < recipe <
 --config-file < command line.
 """
-OUTRO = """A run writes checkpoints, metrics.jsonl, log.txt, config.yaml (give it back with --config-file) and
-report.html to --output-dir.
+OUTRO = """A run writes checkpoints, metrics.jsonl, log.txt, config.yaml (give it back with --config-file), plan.txt,
+plan.json and report.html to --output-dir.
 """
 
 
@@ -51,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("forge-run: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # `forge-run ... --plan | head`: who reads has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def run(given: Given, argv: Sequence[str] = ()) -> int:

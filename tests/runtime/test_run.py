@@ -45,10 +45,13 @@ def test_it_says_what_it_does(finished):
     assert "open loop before training" in said and "step 3: open-loop error" in said
     assert "step 1/6 · loss" in said and "step 6/6 · loss" in said and "samples/s · data wait" in said
     assert "left" in said and "The trained model's error is" in said
-    for name in ("loss.png", "openloop.png", "openloop.json", "report.html", "metrics.jsonl", "config.yaml", "log.txt"):
+    pictures, texts = ("loss.png", "openloop.png"), ("openloop.json", "report.html", "metrics.jsonl", "config.yaml")
+    for name in (*pictures, *texts, "log.txt", "plan.txt"):
         assert str(folder / name) in said and (folder / name).stat().st_size > 0
     assert str(folder / "checkpoints" / "steps_6") in said and (folder / "checkpoints" / "steps_6").is_dir()
     assert said.strip() in (folder / "log.txt").read_text()
+    assert (folder / "plan.txt").read_text().strip() in (folder / "log.txt").read_text()
+    assert json.loads((folder / "plan.json").read_text())["passes"]
 
 
 def test_metrics_are_one_row_a_step(finished):
