@@ -30,11 +30,11 @@ WITH_STATISTICS = ("normalizer_processor", "unnormalizer_processor")
 
 
 def features(
-    dataset: Mapping[str, Any], size: int | None = None
+    dataset: Mapping[str, Any], size: tuple[int, int] | None = None
 ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
-    """(inputs, outputs) of a policy; `size` where frames must come as squares of so many pixels."""
+    """(inputs, outputs) of a policy; `size`: height and width of frames, where they are not the dataset's."""
     inputs = {
-        f"observation.images.{name}": {"type": "VISUAL", "shape": [3, size or frame["height"], size or frame["width"]]}
+        f"observation.images.{name}": {"type": "VISUAL", "shape": [3, *(size or (frame["height"], frame["width"]))]}
         for name, frame in dataset["cameras"].items()
     }
     inputs["observation.state"] = {"type": "STATE", "shape": [dataset["state_dim"]]}

@@ -21,7 +21,7 @@ def companions(
     if layout == "original":
         return {}
     pads = model.image_resize == "pad_left_top"
-    inputs, outputs = features(dataset, None if pads else model.image_size)
+    inputs, outputs = features(dataset, None if pads else (model.image_size, model.image_size))
     modes = norm_map(data.normalization_mode)
     normal = {"eps": 1e-8, "features": {**inputs, **outputs}, "norm_map": modes}
     domain = domain_number(data.domain, model.num_domains)

@@ -49,6 +49,8 @@ def test_files_carry_processing_and_statistics(name, mode, parted, metaworld, tm
     assert a.keys() == b.keys() and all(np.array_equal(a[field], b[field]) for field in a)
     x_HA = np.random.default_rng(1).uniform(-0.9, 0.9, (model.action_horizon, model.max_action_dim))
     np.testing.assert_array_equal(first.actions(x_HA, sample), second.actions(x_HA, sample))
+    again = kind.part("companions").companions("nvidia", model, other, facts, statistics)
+    assert again["processor_config.json"] == files["processor_config.json"]
     config = json.loads(files["config.json"])
     assert config["model_type"] == f"Gr00tN1d{name[-1]}" and config["action_horizon"] == model.action_horizon
     assert config["diffusion_model_cfg"]["num_layers"] == model.dit.layers

@@ -113,7 +113,7 @@ WITH_FILES = [name for name in models.available() if (models.family(name).folder
 def test_files_beside_the_weights(family):
     """JSON in every layout; LeRobot's: features of the robot, and both pipelines with the statistics they name."""
     family = models.family(family)
-    resolved = resolve(["--model", family.name, "--preset", "tiny"])
+    resolved = resolve(["--model", family.name, "--preset", "tiny", "model.max_action_dim=4", "model.max_state_dim=4"])
     keys, bounds = ("action", "observation.state"), {"q01": 0.0, "q99": 1.0}
     statistics = {key: {name: [value] * 4 for name, value in bounds.items()} for key in keys}
     dataset = {"cameras": {"scene": {"height": 48, "width": 64}}, "action_dim": 4, "state_dim": 4, "robot_type": None}
