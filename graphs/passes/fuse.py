@@ -1,8 +1,9 @@
 """fuse: one table from block class to the function that runs it, for each kind of device.
 
 On a GPU the functions are the kernels of `vlaforge.kernels`. On a CPU, elementwise work is left to `compile_blocks`
-(one generated loop, forward and backward), and what can be gained is in the products: fp32 ones go to oneDNN where the
-default BLAS is slower (measured), bf16 attention runs as products with a fused softmax.
+(one generated loop, forward and backward), which is given a GELU that it can make fast; the rest of the gain is in the
+products: fp32 ones go to oneDNN where the default BLAS is slower (measured), attention runs as two products around a
+softmax (`kernels.cpu`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from vlaforge.kernels.rotary import rotary
 from vlaforge.models.action.flow import FlowMix, MaskedSquares
 from vlaforge.models.blocks.attention import Attention, Mask
 from vlaforge.models.blocks.image import NormalizeImages, PrepareImages
-from vlaforge.models.blocks.mlp import GatedActivation
+from vlaforge.models.blocks.mlp import MLP, GatedActivation
 from vlaforge.models.blocks.modulation import GatedAdd, ModulatedLayerNorm
 from vlaforge.models.blocks.norms import AdaRMSNorm, RMSNorm
 from vlaforge.models.blocks.rotary import HeadNormRotary, Rotary
@@ -73,28 +74,46 @@ def product_attention(
     if mask is not None and (mask.is_causal or mask.segments_BT is not None):
         return type(self).forward(self, q_BHTK, k_BGSK, v_BGSK, mask)
     keys = None if mask is None else mask.keys_BS
-    return cpu.attention(q_BHTK, k_BGSK, v_BGSK, keys, q_BHTK.shape[-1] ** -0.5)
+    return cpu.attention(q_BHTK, k_BGSK, v_BGSK, keys, q_BHTK.shape[-1] ** -0.5, self.onednn)
 
 
-def _computes(module: nn.Module, context: Context) -> torch.dtype:
-    """The dtype that a module's own weights will have once `precision` has run."""
-    if "precision" not in context.on:
-        return torch.float32
-    return context.options.torch_dtype
+def sigmoid_gelu(self: nn.GELU, x: Tensor) -> Tensor:
+    return cpu.gelu_tanh(x)
+
+
+def sigmoid_mlp(self: MLP, x_BTD: Tensor) -> Tensor:
+    return self.fc2(cpu.gelu_tanh(self.fc1(x_BTD)))
+
+
+def sigmoid_glu(self: GatedActivation, gate_BTF: Tensor, up_BTF: Tensor | None = None) -> Tensor:
+    """Also takes the packed [gate | up] alone."""
+    if up_BTF is None:
+        gate_BTF, up_BTF = gate_BTF.chunk(2, dim=-1)
+    return cpu.gelu_tanh(gate_BTF) * up_BTF
+
+
+def _compiled_gelu(module: nn.Module, context: Context) -> bool:
+    tanh = getattr(module, "approximate", None) == "tanh" or getattr(module, "activation", None) == "gelu_tanh"
+    return tanh and context.options.compiles and "compile_blocks" not in context.options.without
 
 
 def _fp32_product(module: nn.Module, context: Context) -> bool:
-    return cpu.prefers_onednn() and _computes(module, context) == torch.float32
+    """Decided by the weights that the call finds (`cpu.linear`): in bf16 it serves what `keep_fp32` holds back."""
+    return cpu.prefers_onednn()
 
 
-def _bf16_attention(module: nn.Module, context: Context) -> bool:
-    return _computes(module, context) == torch.bfloat16
+def _low_or_onednn(module: nn.Module, context: Context) -> bool:
+    low = "precision" in context.on and context.options.torch_dtype == torch.bfloat16
+    return low or cpu.prefers_onednn()
 
 
 CPU_TABLE = (
     Swap(nn.Linear, "linear", "forward", onednn_linear, _fp32_product),
     Swap(PatchEmbed, "patches", "forward", onednn_patches, _fp32_product),
-    Swap(Attention, "attention", "forward", product_attention, _bf16_attention),
+    Swap(Attention, "attention", "forward", product_attention, _low_or_onednn),
+    Swap(GatedActivation, "glu", "forward", sigmoid_glu, _compiled_gelu),
+    Swap(MLP, "gelu", "forward", sigmoid_mlp, _compiled_gelu),
+    Swap(nn.GELU, "gelu", "forward", sigmoid_gelu, _compiled_gelu),
 )
 
 # ---------------------------------------------------------------------------------------------------- GPU
@@ -217,4 +236,6 @@ class Fuse(Pass):
         for site in sites:
             module = target.get_submodule(site.path)
             swap = swaps[type(module)]
+            if swap.function is product_attention:
+                module.onednn = cpu.prefers_onednn()  # settled here: measuring is nothing for a traced forward
             setattr(module, swap.method, MethodType(swap.function, module))

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from vlaforge.graphs.passes.base import Context, Decision, Pass, Site, claim
 from vlaforge.graphs.patterns import select
+from vlaforge.kernels import cpu
 
 aten = torch.ops.aten
 DEAR = {
@@ -29,6 +30,7 @@ DEAR = {
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
+    cpu.ATTENTION,
 }
 """Ops whose outputs `selective` keeps; `keep_output` adds a kernel's own."""
 

@@ -53,6 +53,14 @@ def test_overlap_is_exact(tiny, eager):
     assert run.plan.on("overlap") and run.losses == eager.losses
 
 
+def test_allocator_is_exact(tiny, eager):
+    model = tiny.model()
+    run = tiny.train(model, tiny.only(model, "allocator"))
+    if not run.plan.on("allocator"):
+        pytest.skip(run.plan.entry("allocator").reason)
+    assert run.losses == eager.losses
+
+
 def test_freeze_is_exact(tiny):
     """Frozen by the pass or by hand: the same losses, and the frozen weights stay."""
     name, paths = next(iter(tiny.model().towers().items()))
@@ -104,13 +112,12 @@ def test_gradients_of_all_passes(tiny):
         assert (grads[name] - want).norm() <= RTOL * want.norm() + 1e-6 * total, name
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(chosen=st.sets(st.sampled_from([*REORDER, "remat", "overlap", "freeze"]), min_size=2, max_size=6))
-def test_random_subsets(pi05, chosen):
-    plain, model = pi05.model(), pi05.model()
-    want = pi05.train(plain, pi05.only(plain), steps=3)
-    run = pi05.train(model, pi05.only(model, *chosen), steps=3)
-    assert close(run.losses, want.losses), (chosen, run.plan.text())
+def test_random_subsets(tiny, eager, chosen):
+    model = tiny.model()
+    run = tiny.train(model, tiny.only(model, *chosen), steps=3)
+    assert close(run.losses, eager.losses[:3]), (chosen, run.plan.text())
 
 
 def test_compiled_whole_plan(pi05):

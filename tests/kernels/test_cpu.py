@@ -1,0 +1,78 @@
+"""What runs on a CPU in place of torch's own products, attention and GELU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vlaforge.kernels import cpu
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_()
+
+
+def test_products_of_any_strides_and_their_gradients():
+    x, weight, bias = normal(3, 5, 7, seed=0), normal(6, 7, seed=1), normal(6, seed=2)
+    grad = torch.randn(3, 6, 5, generator=torch.Generator().manual_seed(3)).transpose(1, 2)
+    want = torch.autograd.grad(F.linear(x, weight, bias), (x, weight, bias), grad)
+    y = cpu.linear(x, weight, bias)
+    torch.testing.assert_close(y, F.linear(x, weight, bias))
+    for a, b in zip(torch.autograd.grad(y, (x, weight, bias), grad), want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("onednn", [False, True])
+@pytest.mark.parametrize("heads,groups", [(4, 4), (4, 1), (6, 2)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_is_sdpas(heads, groups, masked, onednn):
+    """Values and gradients, with query heads that share keys, and keys that are padding in one sample of two."""
+    q = normal(2, heads, 5, 8, seed=0)
+    k, v = normal(2, groups, 9, 8, seed=1), normal(2, groups, 9, 8, seed=2)
+    keys = torch.arange(9) < torch.tensor([[9], [4]]) if masked else None
+    grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(3))
+    allowed = None if keys is None else keys[:, None, None]
+    wide = [x.repeat_interleave(heads // groups, dim=1) for x in (k, v)]
+    want = F.scaled_dot_product_attention(q, *wide, allowed, scale=0.3)
+    got = cpu.attention(q, k, v, keys, 0.3, onednn)
+    torch.testing.assert_close(got, want)
+    grads = torch.autograd.grad(want, (q, k, v), grad)
+    for a, b in zip(torch.autograd.grad(got, (q, k, v), grad), grads, strict=True):
+        torch.testing.assert_close(a, b)
+    if masked:
+        assert not torch.autograd.grad(cpu.attention(q, k, v, keys, 0.3, onednn).sum(), v)[0][1, :, 4:].any()
+
+
+def test_attention_in_bf16_stays_within_its_rounding():
+    low = [normal(2, n, t, 16, seed=n + t, dtype=torch.bfloat16) for n, t in ((4, 6), (1, 7), (1, 8))]
+    q, k, v = low[0], low[1], low[2][:, :, :7]
+    exact = F.scaled_dot_product_attention(q.double(), *(x.double().expand(-1, 4, -1, -1) for x in (k, v)), scale=0.25)
+    got = cpu.attention(q, k, v, None, 0.25)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.double(), exact, rtol=2e-2, atol=2e-2)
+
+
+def test_attention_under_the_compiler():
+    """As an op of its own: traced whole, with the strides that it says it has."""
+    q, k, v = normal(2, 4, 5, 8, seed=0), normal(2, 1, 9, 8, seed=1), normal(2, 1, 9, 8, seed=2)
+    keys = torch.arange(9) < torch.tensor([[9], [4]])
+    flat = [q.detach().reshape(2, 20, 8), k.detach()[:, 0], v.detach()[:, 0]]
+    out, p = cpu.ATTENTION(*flat, keys, 0.3, True)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(cpu.ATTENTION, (*flat, keys, 0.3, False), test_utils=checks)
+    backward = torch.ops.vlaforge_cpu.attention_backward.default
+    torch.library.opcheck(backward, (torch.ones_like(out), *flat, p, 0.3, True), test_utils=checks)
+    torch.library.opcheck(backward, (torch.ones_like(out), *flat, p, 0.3, False), test_utils=checks)
+
+
+@pytest.mark.parametrize("dtype,rtol", [(torch.float64, 3e-6), (torch.float32, 3e-6), (torch.bfloat16, 1e-2)])
+def test_gelu_by_a_sigmoid_is_gelu_by_tanh(dtype, rtol):
+    """Also far out, where tanh and sigmoid are flat: no infinity, no undefined gradient."""
+    x = torch.cat([torch.linspace(-8, 8, 161), torch.tensor([-1e4, -100.0, 100.0, 1e4])]).to(dtype).requires_grad_()
+    want, got = F.gelu(x, approximate="tanh"), cpu.gelu_tanh(x)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got, want, rtol=rtol, atol=3e-6)
+    grads = [torch.autograd.grad(y.sum(), x)[0] for y in (got, want)]
+    torch.testing.assert_close(*grads, rtol=rtol, atol=2e-3 if dtype == torch.bfloat16 else 3e-6)
