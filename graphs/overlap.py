@@ -37,10 +37,11 @@ class _Probe(Batch):
 def frozen_encoders(model: nn.Module, context: Context) -> list[str]:
     """``["encode_frozen"]`` when the model's frozen start does something, with what will be frozen; else nothing.
 
-    Sharded weights are left alone: outside of the wrapped forward nobody has gathered them.
+    Sharded weights are left alone: outside of the wrapped forward nobody has gathered them. Encoders that stand beside
+    the model are whole on every rank.
     """
     encode = getattr(model, "encode_frozen", None)
-    if encode is None or context.options.sharded:
+    if encode is None or (context.options.sharded and not model.frozen_networks("meta")):
         return []
     frozen = frozen_names(model, context)
     training = [p for name, p in model.named_parameters() if name in frozen and p.requires_grad]

@@ -94,7 +94,8 @@ class EmbodiedModel(nn.Module, ABC):
 
     def frozen_networks(self, device: torch.device | str) -> dict[str, nn.Module]:
         """Networks beside the parameters that `encode_frozen` runs on `device`, by name. They take memory there, and no
-        part in checkpoints, wrappers or the optimiser; on the meta device they are shapes, and no weights are read."""
+        part in checkpoints, wrappers or the optimiser; on the meta device they are shapes, and no weights are read. A
+        model that names some uses no weights of its own in `encode_frozen`."""
         return {}
 
     @abstractmethod

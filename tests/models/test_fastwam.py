@@ -265,6 +265,12 @@ def test_norms_of_q_and_k_are_one_kernel_with_the_rotary():
     assert kinds.count("qk_norm_rope") == 2 * config.layers and kinds.count("rms_norm") == 4 * config.layers
 
 
+def test_the_encoders_run_ahead_whatever_is_sharded():
+    model = Model(tiny_config())
+    plan = make_plan(model, Model.contract(model.config), PlanOptions(device="cpu", world=2, strategy="fsdp"))
+    assert [site.what for site in plan.entry("overlap").sites] == ["copy", "encoder"]
+
+
 def test_missing_weights_of_an_encoder_are_named():
     for part, setting in (("vae", "model.vae.path"), ("text", "model.text.path")):
         config = tiny_config()
