@@ -120,8 +120,6 @@ class Trainer:
         plan = build_plan(self.setup, self.model, groups)
         self.hooks.planned(plan)
         work = work_of(self.model, self.setup.contract, plan)
-        for warning in plan.warnings:
-            self.hooks.note(f"Warning: {warning}")
 
         def filled(model: nn.Module) -> None:
             if self.args.init_on_meta:
