@@ -97,6 +97,8 @@ def load_case(model: str, name: str, batches: int = 2, preset: str = "midsize", 
     """The case `name` of the family `model`; UserError when the family has none."""
     chosen = family(model)
     cases = yaml.safe_load(CASES.read_text())
+    if "absent" in cases.get(chosen.name, {}):
+        raise UserError(f"There is no training benchmark for '{chosen.name}': {cases[chosen.name]['absent']}.")
     if chosen.name not in cases or preset not in chosen.presets():
         ready = ", ".join(sorted(cases))
         raise UserError(f"There is no training benchmark for '{chosen.name}' yet: bench/cases.yaml has {ready}.")

@@ -71,8 +71,10 @@ def test_cases_fill_what_they_say():
     assert full["image_mask"].all() and full["token_mask"].all() and full["images"].shape == (2, 2, 224, 224, 3)
     assert sum(p.numel() for p in fresh_model(tight).parameters()) > 50e6
     assert set(yaml.safe_load(CASES.read_text())) <= set(models.available())
+    with pytest.raises(UserError, match=r"LeRobot 0\.6\.1 has N1\.7 alone"):
+        load_case("groot_n1_6", "tight")
     with pytest.raises(UserError, match=r"bench/cases\.yaml has"):
-        load_case(min(set(models.available()) - set(yaml.safe_load(CASES.read_text()))), "tight")
+        load_case("pi05", "tight", preset="small")
 
 
 def test_unknown_peer_and_absent_interpreter_are_said(capsys):
