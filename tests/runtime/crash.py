@@ -74,6 +74,14 @@ def losses(folder: Path) -> dict[int, tuple[float, float]]:
     return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows}
 
 
+def difference(found: dict[int, tuple[float, float]], wanted: dict[int, tuple[float, float]]) -> str | None:
+    """Where two runs first differ, or None."""
+    for step in sorted(found.keys() | wanted.keys()):
+        if found.get(step) != wanted.get(step):
+            return f"DIFFERENT in step {step}: (loss, norm) {found.get(step)} instead of {wanted.get(step)}"
+    return None
+
+
 def main(kills: int) -> int:
     """Prints a line a format; returns 1 when any run differs from the uninterrupted one."""
     from vlaforge.runtime import trainer  # noqa: F401 (imported once, before the forks)
@@ -101,9 +109,9 @@ def main(kills: int) -> int:
             if sum(done.values()) + len(kinds) > kills:  # the last of its kind: let it run to its end
                 if os.waitpid(forked(folder, *flags, "--resume"), 0)[1]:
                     raise SystemExit(f"{kind}: the run could not be continued")
-                same = losses(folder) == wanted
-                wrong += not same
-                print(f"{kind[0]:<12} {kind[1]:<14} {done[kind]} kills: {'equal' if same else 'DIFFERENT'}", flush=True)
+                apart = difference(losses(folder), wanted)
+                wrong += apart is not None
+                print(f"{kind[0]:<12} {kind[1]:<14} {done[kind]} kills: {apart or 'equal'}", flush=True)
     finally:
         shutil.rmtree(base, ignore_errors=True)
     return int(wrong > 0)

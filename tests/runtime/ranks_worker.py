@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.tensor import DTensor
 
 from vlaforge.runtime.args import TrainingArgs
@@ -46,28 +45,33 @@ def run(argv, ranks):
     moments = [t for leaf in trainer.parts.optimizer.leaves for t in leaf.state.values()]
     result = {"weights": local_bytes(weights), "optimizer": local_bytes(moments)}
     if traffic is not None:
-        result["traffic"] = traffic.bytes
+        result |= {"traffic": traffic.bytes, "calls": traffic.calls}
     return result
 
 
 class Traffic:
-    """Bytes of whole tensors in each kind of collective during one step: gathered, scattered, all-reduced."""
+    """Calls, and bytes of whole tensors, of each kind of collective during one step: gathered, scattered, all-reduced;
+    `scalars` are counts, norms and flags. DDP must be told `--ddp-comm-hook allreduce_hook`, else it calls from C++."""
 
-    NAMES = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_tensor", "reduce_scatter_single")
+    KINDS = {
+        "all_gather_single": "gathered", "all_gather_into_tensor": "gathered", "reduce_scatter_tensor": "scattered",
+        "reduce_scatter_single": "scattered", "all_reduce": "reduced",
+    }  # fmt: skip
+    SMALL = 1024
 
     def __init__(self):
+        self.calls: dict[str, int] = {}
         self.bytes: dict[str, int] = {}
         self.inside = False
 
     def __enter__(self):
-        self.plain = {name: getattr(dist, name) for name in self.NAMES if hasattr(dist, name)}
+        self.plain = {name: getattr(dist, name) for name in self.KINDS if hasattr(dist, name)}
         for name, call in self.plain.items():
-            setattr(dist, name, partial(self.counted, name, call))
-        self.hook, self.step = default_hooks.allreduce_hook, Step.__call__
-        default_hooks.allreduce_hook = self.bucket
+            setattr(dist, name, partial(self.counted, self.KINDS[name], call))
+        self.step = Step.__call__
 
         def step(core, minibatches, run=self.step):
-            self.bytes, self.inside = {}, True
+            self.calls, self.bytes, self.inside = {}, {}, True
             try:
                 return run(core, minibatches)
             finally:
@@ -79,20 +83,16 @@ class Traffic:
     def __exit__(self, *_):
         for name, call in self.plain.items():
             setattr(dist, name, call)
-        default_hooks.allreduce_hook, Step.__call__ = self.hook, self.step
+        Step.__call__ = self.step
 
-    def add(self, kind, tensors):
+    def counted(self, kind, call, *args, **kwargs):
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+        size = max(t.numel() * t.element_size() for t in tensors)
+        kind = "scalars" if size < self.SMALL else kind
         if self.inside:
-            self.bytes[kind] = self.bytes.get(kind, 0) + max(t.numel() * t.element_size() for t in tensors)
-
-    def counted(self, name, call, *args, **kwargs):
-        kind = "gathered" if "gather" in name else "scattered"
-        self.add(kind, [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)])
+            self.calls[kind] = self.calls.get(kind, 0) + 1
+            self.bytes[kind] = self.bytes.get(kind, 0) + size
         return call(*args, **kwargs)
-
-    def bucket(self, group, bucket):
-        self.add("reduced", [bucket.buffer()])
-        return self.hook(group, bucket)
 
 
 def main() -> None:
