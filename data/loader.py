@@ -5,7 +5,8 @@
             ...
             state = loader.state_dict()       # integers; what has been *yielded*, whatever was prefetched
 
-One worker makes one whole micro-batch and sends it as one block of memory, so the main process collates nothing.
+One worker makes one whole micro-batch and hands it over as one block of memory (`parcel`), so the main process
+collates nothing.
 All randomness of a sample comes from (seed, epoch, row id): workers, ranks and restarts change nothing. Readers open
 their files in the process that reads.
 """
@@ -30,7 +31,7 @@ from torch.utils.data import DataLoader
 from vlaforge.data.dataset import Dataset
 from vlaforge.data.errors import UserError, unknown
 from vlaforge.data.maker import Failure, Maker
-from vlaforge.data.parcel import Parcel, pack
+from vlaforge.data.parcel import Parcel, Ring, pack
 from vlaforge.data.samplers import Cursor, Order, Request, Schedule, Shuffled
 from vlaforge.data.schema import Contract, Minibatch, sample_rng
 from vlaforge.data.streaming import StreamOrder
@@ -53,6 +54,7 @@ class Loader:
         self._maker, self._identity, self._options = maker, identity, options
         self._cursor = Cursor()
         self._torch_loader: DataLoader | None = None
+        self._ring: Ring | None = None
         self._running: Iterator[Minibatch | Failure] | None = None
 
     @property
@@ -126,7 +128,7 @@ class Loader:
     def close(self) -> None:
         """Ends the workers and drops what was prefetched; the cursor stays. Iterating starts new ones."""
         workers = getattr(self._torch_loader, "_iterator", None)
-        self._running = self._torch_loader = None
+        self._running = self._torch_loader = self._ring = None
         if workers is not None:
             # Deleting it would do, but an exception's traceback may hold it, and until it is shut down torch raises
             # the death of one of its workers again at every later SIGCHLD.
@@ -151,11 +153,12 @@ class Loader:
             made = (self._maker[request] for request in self._requests())
             return map(_pinned, made) if self._options["pin_memory"] else made
         if self._torch_loader is None:
+            self._ring = Ring(self._options["num_workers"], self._options["prefetch_factor"])
             self._torch_loader = DataLoader(
                 self._maker,
                 batch_size=None,
                 sampler=_Restartable(self._requests),
-                collate_fn=_packed,
+                collate_fn=partial(_packed, self._ring),
                 persistent_workers=True,
                 **self._options,
             )
@@ -187,12 +190,12 @@ class _Restartable:
         return self._start()
 
 
-def _packed(made: Minibatch | Failure) -> Parcel | Failure:
+def _packed(ring: Ring, made: Minibatch | Failure) -> Parcel | Failure:
     """What crosses from a worker to the main process."""
-    return pack(made) if isinstance(made, Minibatch) else made
+    return pack(made, ring) if isinstance(made, Minibatch) else made
 
 
-def _opened(made: Parcel | Failure) -> Minibatch | Failure:
+def _opened(made: Parcel | Minibatch | Failure) -> Minibatch | Failure:
     return made.open() if isinstance(made, Parcel) else made
 
 

@@ -6,9 +6,11 @@ import gc
 import json
 import multiprocessing
 import os
+import pickle
 import random
 import resource
 import signal
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from vlaforge.data.dummy import DummyDataset, DummyProcessing
 from vlaforge.data.errors import UserError
 from vlaforge.data.loader import build_loader
 from vlaforge.data.maker import SampleError
-from vlaforge.data.parcel import pack
+from vlaforge.data.parcel import Ring, pack
 from vlaforge.data.readers import open_dataset
 from vlaforge.data.schema import (
     ACTION,
@@ -190,24 +192,42 @@ def test_start_methods_make_the_same_batches(context):
     assert all(torch.equal(a, b) for one, two in zip(alone, with_worker) for a, b in zip(one, two))
 
 
-def test_a_batch_crosses_as_one_block_of_shared_memory():
+@pytest.mark.parametrize("slot", [1 << 12, 64])
+def test_a_batch_crosses_in_a_slot_of_shared_memory_or_by_itself_where_it_is_too_large(slot):
     generator = torch.Generator().manual_seed(0)
-    batch = Batch(
-        images=torch.randint(0, 256, (3, 5, 7), generator=generator, dtype=torch.uint8),
-        mask=torch.rand(3, 11, generator=generator) < 0.5,
-        tokens=torch.randint(0, 9, (3, 13), generator=generator),
-        turned=torch.rand(4, 3, generator=generator).T,
-        none=torch.zeros(3, 0, 2),
-    )
-    draw = Draw(time=torch.rand(3, generator=generator), half=torch.rand(3, 3, generator=generator).bfloat16())
-    parcel = pack(Minibatch(batch, draw, torch.tensor([7, 2, 5]), epoch=4, stream="a"))
-    made = parcel.open()
-    assert parcel.memory.is_shared() and (made.epoch, made.stream, made.ids.tolist()) == (4, "a", [7, 2, 5])
-    for ours, theirs in ((made.batch, batch), (made.draw, draw)):
-        assert list(ours) == list(theirs)
-        for name, value in theirs.items():
-            assert ours[name].dtype == value.dtype and torch.equal(ours[name], value), name
-            assert ours[name].untyped_storage().data_ptr() == parcel.memory.untyped_storage().data_ptr()
+    ring = Ring(workers=1, prefetch=1, slot=slot)
+    kept, expected = [], []
+    for number in range(5):  # more than there are slots: what was opened stays as it was
+        batch = Batch(
+            images=torch.randint(0, 256, (3, 5, 7), generator=generator, dtype=torch.uint8),
+            mask=torch.rand(3, 11, generator=generator) < 0.5,
+            tokens=torch.randint(0, 9, (3, 13 + number), generator=generator),
+            turned=torch.rand(4, 3, generator=generator).T,
+            none=torch.zeros(3, 0, 2),
+        )
+        draw = Draw(time=torch.rand(3, generator=generator), half=torch.rand(3, 3, generator=generator).bfloat16())
+        expected.append(Minibatch(batch, draw, torch.tensor([7, 2, number]), epoch=4, stream="a"))
+        parcel = pack(expected[-1], ring)
+        assert (parcel.place is None) == (slot == 64) and (parcel.memory is None) == (slot != 64)
+        kept.append(pickle.loads(pickle.dumps(parcel)).open() if slot != 64 else parcel.open())
+    for got, wanted in zip(kept, expected):
+        assert (got.epoch, got.stream, got.ids.tolist()) == (4, "a", wanted.ids.tolist())
+        for ours, theirs in ((got.batch, wanted.batch), (got.draw, wanted.draw)):
+            assert list(ours) == list(theirs)
+            for name, value in theirs.items():
+                assert ours[name].dtype == value.dtype and torch.equal(ours[name], value), name
+
+
+def test_a_slow_consumer_never_sees_a_slot_written_again():
+    """Batches are kept, and compared at the end with what a loader without workers makes."""
+    options = {"batch_size": 2, "epochs": 4, "num_workers": 2, "prefetch": 1}
+    with loader(**options) as fast, loader(**options | {"num_workers": 0}) as plain:
+        held = []
+        for number, minibatch in enumerate(fast):
+            held.append(minibatch)
+            time.sleep(0.02 if number % 7 == 0 else 0)
+        for got, wanted in zip(held, plain, strict=True):
+            assert content(got) == content(wanted) and torch.equal(got.batch["images"], wanted.batch["images"])
 
 
 @pytest.mark.parametrize("workers", [0, 1])
