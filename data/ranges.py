@@ -25,6 +25,8 @@ IMPLIED: tuple[tuple[str, dict[str, float]], ...] = (
     (r"_prob$|_fraction$", {"low": 0, "high": 1}),
     (r"(^|_)(eps|theta|ratio|period|alpha|beta|shift|fps|clip)$", {"above": 0}),
     (r"_token$", {"low": 0}),
+    (r"^(num_)?(depth|depths|layers)$", {"low": 1, "high": 1000}),
+    (r"^num_(images|views|image_views)$", {"low": 1, "high": 64}),
     (r"image_size$|image_edge$", {"low": 1, "high": 8192}),
 )
 """(pattern of a field's name, bounds)"""

@@ -302,10 +302,10 @@ class DataConfig:
     """Column of the action, of the state; several, separated by commas, are joined."""
     language_key: str | None = None
     """Column with the task's text or number; None takes `task_index`."""
-    image_layout: str | None = None
+    image_layout: Literal["hwc", "chw"] | None = None
     """`hwc` or `chw`, where the dataset leaves open which axis holds the channels."""
-    hdf5_layout: str | None = None
-    """`aloha`, `robomimic` or `agilex`; None finds out."""
+    hdf5_layout: Literal["aloha", "robomimic", "agilex"] | None = None
+    """None finds out."""
     fps: float | None = None
     """Rows a second of HDF5 recordings, which seldom say."""
     action_mode: str = "absolute"

@@ -9,6 +9,7 @@ with console.progress(total=400, done=0) as progress:
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -18,6 +19,8 @@ from typing import TextIO
 from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.text import Text
+
+from vlaforge.data.errors import UserError
 
 PLAIN_EVERY_S = 1.0
 """In a pipe at most one line in this many seconds, so that fast steps do not flood a log."""
@@ -64,7 +67,21 @@ class Console:
         if self._live is not None:
             self._live.console.print(Text(text), soft_wrap=True)
         else:
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        """A terminal or file that takes no more (a full disk) does not end a run that has its own log."""
+        try:
             print(text, file=self._out, flush=True)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            if self.log is None:
+                raise UserError(f"Standard output cannot be written: {error.strerror}.") from error
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._out.fileno())
+            os.close(nowhere)
+            self.write_log(f"Standard output cannot be written ({error.strerror}): what follows is in this file only.")
 
     def write_log(self, text: str) -> None:
         if self.log is not None:

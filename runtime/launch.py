@@ -36,6 +36,14 @@ def gpus_unused(args: TrainingArgs) -> str | None:
     return f"This machine has {count} GPUs and one is used: --nproc {count} uses all."
 
 
+def world_size() -> int:
+    """Ranks of the job that this process is one of, 1 outside of a job; what started it says so in WORLD_SIZE."""
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isdigit() or int(text) < 1:
+        raise UserError(f"The environment variable WORLD_SIZE is '{text}': it must be the number of ranks.")
+    return int(text)
+
+
 def check_processes(flag: str, count: int) -> None:
     """UserError for more processes than a machine stands: a slip of the finger would take it down."""
     most = max(64, 4 * (os.cpu_count() or 1))

@@ -6,7 +6,6 @@ the model exists only as shapes (on the meta device), and one sample goes all th
 
 from __future__ import annotations
 
-import os
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from vlaforge.runtime.checkpoint.store import Checkpoints
 from vlaforge.runtime.checkpoint.weights import check_pretrained, find_weights
 from vlaforge.runtime.config import Resolved
 from vlaforge.runtime.cuda_graphs import graph_options
-from vlaforge.runtime.launch import check_processes
+from vlaforge.runtime.launch import check_processes, world_size
 from vlaforge.runtime.memory import check_memory
 from vlaforge.runtime.optim import executor
 from vlaforge.runtime.params import build_groups_of, split_names
@@ -46,6 +45,7 @@ def preflight(resolved: Resolved, passed: Passed = lambda name, what: None) -> S
         device_kind(args.device_kind)
     check_processes("--num-workers", args.num_workers)
     check_output(Path(args.output_dir))
+    check_apart(args)
     if args.tensorboard_dir is not None:
         check_output(Path(args.output_dir) / args.tensorboard_dir, "--tensorboard-dir")
     if args.profile_output_dir is not None:
@@ -94,6 +94,18 @@ def check_output(folder: Path, flag: str = "--output-dir") -> None:
         ) from error
 
 
+def check_apart(args: TrainingArgs) -> None:
+    """Nothing is ever written into a dataset."""
+    if args.dataset_path is None or not Path(args.dataset_path).expanduser().is_dir():
+        return
+    dataset, output = Path(args.dataset_path).expanduser().resolve(), Path(args.output_dir).resolve()
+    if dataset in (output, *output.parents):
+        raise UserError(
+            f"The output folder '{args.output_dir}' lies inside the dataset '{args.dataset_path}', which is only read: "
+            "choose another --output-dir."
+        )
+
+
 def check_resume(args: TrainingArgs, passed: Passed) -> Path:
     """The checkpoint to resume from."""
     folder = Path(args.output_dir) / "checkpoints"
@@ -112,8 +124,8 @@ def meta_model(setup: Setup) -> torch.nn.Module:
     try:
         with torch.device("meta"):
             return setup.resolved.family.model(setup.model_config)
-    except (ArithmeticError, RuntimeError, ValueError, IndexError) as error:
-        why = str(error).splitlines()[0].rstrip(".")
+    except (ArithmeticError, AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise UserError(f"No model can be built with these settings of model.*: {why}.") from error
 
 
@@ -157,7 +169,7 @@ def check_frames(info: DatasetInfo, sample: Sample) -> None:
 
 def plan_options(args: TrainingArgs, device: torch.device) -> PlanOptions:
     """What the plan and the memory estimate need to know of the flags."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = world_size()
     kind = args.device_kind or ("cpu" if device.type == "cpu" else "auto")
     return PlanOptions(
         dtype=args.dtype,

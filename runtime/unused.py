@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 
 from vlaforge.runtime.args import TrainingArgs
 from vlaforge.runtime.flags import flags_of
+from vlaforge.runtime.launch import world_size
 
 FLOORED = ("cosine_with_min_lr", "cosine_warmup_with_min_lr", "openpi_cosine", "lerobot_cosine")
 """Schedules that end at --min-lr."""
@@ -14,7 +14,7 @@ FLOORED = ("cosine_with_min_lr", "cosine_warmup_with_min_lr", "openpi_cosine", "
 
 def ranks(args: TrainingArgs) -> int:
     """Ranks of the job that this process is of, or starts."""
-    return max(args.nproc, int(os.environ.get("WORLD_SIZE", "1")))
+    return max(args.nproc, world_size())
 
 
 Rule = tuple[tuple[str, ...], Callable[[TrainingArgs], object], str]

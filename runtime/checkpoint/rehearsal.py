@@ -49,8 +49,8 @@ def rehearse(folder: Path, content: Content, format: Format, later: int) -> str:
     free = shutil.disk_usage(folder).free
     if free < size + later:
         raise UserError(
-            f"A checkpoint will need {(size + later) / GIB:.1f} GiB, but the disk of '{folder}' has only "
-            f"{free / GIB:.1f} GiB free: make room, or choose another --output-dir."
+            f"A checkpoint will need {(size + later) / GIB:.3g} GiB, but the disk of '{folder}' has only "
+            f"{free / GIB:.3g} GiB free: make room, or choose another --output-dir."
         )
     seconds = time.perf_counter() - began
     return f"Checkpoint rehearsal: {size / 2**20:.1f} MiB saved, read back and equal ({seconds:.1f} s)"

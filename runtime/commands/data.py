@@ -30,6 +30,7 @@ from vlaforge.data.readers.lerobot import VERSIONS
 from vlaforge.data.schema import ACTION, STATE
 from vlaforge.data.statistics import StatisticsSpec, cached, to_json
 from vlaforge.data.video import BACKENDS
+from vlaforge.runtime.streams import tolerant
 
 
 class _Parser(argparse.ArgumentParser):
@@ -41,6 +42,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (default: the process's) and returns the exit code."""
+    tolerant()
     parser, words = _parser(), list(sys.argv[1:] if argv is None else argv)
     try:
         if words[:1] == ["precompute"]:  # it takes forge-run's flags, so its words are parsed there

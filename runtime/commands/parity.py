@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from vlaforge.data.errors import UserError
 from vlaforge.models.golden import subject
 from vlaforge.runtime.parity import Lower, compare, lower_with, table
+from vlaforge.runtime.streams import tolerant
 
 
 def parser() -> argparse.ArgumentParser:
@@ -40,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (default: the process's) and returns the exit code."""
+    tolerant()
     args = parser().parse_args(argv)
     try:
         report = compare(subject(args.model), args.golden, _lower(args))

@@ -19,6 +19,7 @@ import torch
 from vlaforge.data.errors import UserError
 from vlaforge.runtime.config import Resolved, resolve
 from vlaforge.runtime.hooks import Hooks
+from vlaforge.runtime.streams import tolerant
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (default: the process's) and returns the exit code."""
+    tolerant()
     args, rest = parser().parse_known_args(argv)
     try:
         if args.steps < 1 or args.warmup < 1:

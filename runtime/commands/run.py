@@ -22,6 +22,7 @@ from vlaforge.runtime.args import TrainingArgs
 from vlaforge.runtime.config import Resolved, resolve_given, setting_lines
 from vlaforge.runtime.console import Console
 from vlaforge.runtime.flags import Given, help_text, parse
+from vlaforge.runtime.streams import tolerant, unwritable
 
 if TYPE_CHECKING:
     from vlaforge.runtime.ranks import Ranks
@@ -46,11 +47,17 @@ plan.json and report.html to --output-dir.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (default: the process's) and returns the exit code."""
+    tolerant()
     try:
         given = sys.argv[1:] if argv is None else argv
         return run(parse(TrainingArgs, given), given)
     except UserError as error:
         print(f"forge-run: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if (sentence := unwritable(error)) is None:
+            raise
+        print(f"forge-run: {sentence}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("forge-run: interrupted", file=sys.stderr)
