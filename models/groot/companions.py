@@ -15,10 +15,9 @@ from typing import Any
 
 from vlaforge.data.schema import ACTION, STATE
 from vlaforge.models.companions import Files, Statistics, text
-from vlaforge.models.groot.config import GrootDataConfig
+from vlaforge.models.groot.config import GrootConfig, GrootDataConfig
 from vlaforge.models.groot.modality import Modality
 from vlaforge.models.groot.official import Official
-from vlaforge.models.groot.policy import GrootConfig
 
 LANGUAGE = "annotation.human.task_description"
 COLUMNS = {"state": STATE, "action": ACTION}

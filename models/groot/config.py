@@ -1,12 +1,87 @@
-"""How data becomes GR00T's input: the options that N1.6 and N1.7 share."""
+"""Hyperparameters of GR00T, and how data becomes its input: what N1.6 and N1.7 share."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vlaforge.data import schema
 from vlaforge.data.errors import UserError, unknown
+from vlaforge.data.ranges import ranged
+from vlaforge.models.action.dit import ContextConfig, DiTConfig
+from vlaforge.models.action.groot import HeadConfig
 from vlaforge.models.groot.images import PATHS
+
+
+@dataclass(frozen=True)
+class GrootConfig:
+    """Hyperparameters of the head and of what is trained, named as in the published config.json.
+
+    `image_size` is the height of images in the model, `image_width` their width where it is another one.
+    `action_dim` and `state_dim` are the robot's (None: the dataset's), inside the model's `max_` ones.
+    `mask_vl_padding` keeps padding out of the context's self-attention; published models let it in, so that a sample's
+    loss depends on what it is batched with. `tune_top_llm_layers` counts from the last kept layer.
+    """
+
+    num_views: int = 2
+    image_size: int = 224
+    image_width: int | None = None
+    max_token_len: int = 220
+    select_layer: int = 16
+    action_dim: int | None = None
+    state_dim: int | None = None
+    max_state_dim: int = 132
+    max_action_dim: int = 132
+    action_horizon: int = 40
+    state_history_length: int = 1
+    hidden_size: int = 1024
+    max_num_embodiments: int = 32
+    max_seq_len: int = 1024
+    add_pos_embed: bool = True
+    use_vlln: bool = True
+    use_alternate_vl_dit: bool = True
+    dit: DiTConfig = field(default_factory=DiTConfig)
+    vl_self_attention: ContextConfig | None = None
+    mask_vl_padding: bool = False
+    state_dropout_prob: float = 0.0
+    state_mask_token: bool = False
+    noise_beta_alpha: float = 1.5
+    noise_beta_beta: float = 1.0
+    noise_s: float = 0.999
+    num_timestep_buckets: int = 1000
+    num_inference_timesteps: int = 4
+    tune_llm: bool = False
+    tune_visual: bool = False
+    tune_top_llm_layers: int = ranged(0, low=0)
+    tune_projector: bool = True
+    tune_diffusion_model: bool = True
+    tune_vlln: bool = True
+
+    @property
+    def frame(self) -> tuple[int, int]:
+        """(height, width) of images in the model."""
+        return self.image_size, self.image_width or self.image_size
+
+    @property
+    def state_width(self) -> int:
+        """S: the width of the whole state history inside the model."""
+        return self.max_state_dim * self.state_history_length
+
+    def head(self) -> HeadConfig:
+        return HeadConfig(
+            state=self.state_width,
+            action=self.max_action_dim,
+            horizon=self.action_horizon,
+            hidden=self.hidden_size,
+            embodiments=self.max_num_embodiments,
+            max_positions=self.max_seq_len,
+            dit=self.dit,
+            context=self.vl_self_attention,
+            position_embedding=self.add_pos_embed,
+            norm_context=self.use_vlln,
+            drop_token=self.state_mask_token,
+            state_dropout=self.state_dropout_prob,
+            mask_context_padding=self.mask_vl_padding,
+        )
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from vlaforge.data.schema import Batch, Draw
+from vlaforge.models.action.dit import ContextConfig, DiTConfig
 from vlaforge.models.action.flow import squares
-from vlaforge.models.action.groot import ContextConfig, DiTConfig
 from vlaforge.models.golden import Base, Folder, Quantity, Recorder
 from vlaforge.models.groot.policy import GrootPolicy, Overlap
 from vlaforge.models.towers.qwen3 import Qwen3Config

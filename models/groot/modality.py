@@ -15,13 +15,21 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from vlaforge.data.dataset import DatasetInfo
 from vlaforge.data.errors import UserError, unknown
 from vlaforge.data.schema import ACTION, IMAGES, STATE, DataConfig
 
 COLUMNS = {"state": STATE, "action": ACTION}
+
+
+class Described(Protocol):
+    """What is read of a dataset's description (`data.dataset.DatasetInfo`)."""
+
+    path: Path
+    cameras: Mapping[str, Any]
+    state_dim: int
+    action_dim: int
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,7 @@ class Modality:
     cameras: tuple[str, ...]
 
     @classmethod
-    def of(cls, info: DatasetInfo, data: DataConfig) -> Modality:
+    def of(cls, info: Described, data: DataConfig) -> Modality:
         """Reads the file of `info`'s dataset. UserError for a part outside of its column, or in another column.
 
         Where `data` joins several columns it has decided what comes where: the file's parts are left aside.

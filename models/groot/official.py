@@ -17,11 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from vlaforge.data.dataset import DatasetInfo
 from vlaforge.data.errors import UserError
 from vlaforge.data.schema import ACTION, STATE
 from vlaforge.models.groot.config import GrootDataConfig
-from vlaforge.models.groot.modality import Modality, read_json
+from vlaforge.models.groot.modality import Described, Modality, read_json
 
 Stats = dict[str, dict[str, np.ndarray]]
 BOUNDS = {"q99": ("q01", "q99"), "min_max": ("min", "max"), "mean_std": ("mean", "std")}
@@ -179,7 +178,7 @@ class Official:
 
 
 def resolve(
-    data: GrootDataConfig, frame: tuple[int, int], horizon: int, info: DatasetInfo
+    data: GrootDataConfig, frame: tuple[int, int], horizon: int, info: Described
 ) -> tuple[GrootDataConfig, Stats | None]:
     """The options of a run on `info`'s dataset, and the statistics that it normalises by (None: the dataset's own)."""
     if not data.official_folder:
@@ -193,7 +192,7 @@ def resolve(
     return data, official.normal_statistics(data.normalization_mode, dims, horizon)
 
 
-def _dims(official: Official, kind: str, info: DatasetInfo, data: GrootDataConfig) -> dict[str, Sequence[int]]:
+def _dims(official: Official, kind: str, info: Described, data: GrootDataConfig) -> dict[str, Sequence[int]]:
     """Each part's dimensions in the dataset: as ``meta/modality.json`` says, else one behind the other."""
     groups = Modality.of(info, data).groups[kind] if data.use_modality else {}
     parts = official.parts(kind) or tuple(official.statistics.get(kind, {}))

@@ -21,11 +21,10 @@ from vlaforge.data.normalize import NormalizerSet
 from vlaforge.data.schema import TASK, DataNeeds, Sample
 from vlaforge.data.tokenizer import Tokenizer
 from vlaforge.models.groot.colour import jitter
-from vlaforge.models.groot.config import GrootDataConfig
+from vlaforge.models.groot.config import GrootConfig, GrootDataConfig
 from vlaforge.models.groot.images import ImageTransform, formalize
 from vlaforge.models.groot.modality import Modality
 from vlaforge.models.groot.official import Official, Stats, resolve
-from vlaforge.models.groot.policy import GrootConfig
 
 Piece = str | int
 """Of a prompt: text, or a number of image tokens."""

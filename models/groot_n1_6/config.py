@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from vlaforge.data.ranges import ranged
-from vlaforge.models.groot.config import GrootDataConfig
-from vlaforge.models.groot.policy import GrootConfig
+from vlaforge.models.groot.config import GrootConfig, GrootDataConfig
 from vlaforge.models.towers.qwen3 import Qwen3Config
 from vlaforge.models.towers.siglip2 import Siglip2Config
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vlaforge.models.action.groot import ContextConfig
-from vlaforge.models.groot.config import GrootDataConfig
-from vlaforge.models.groot.policy import GrootConfig
+from vlaforge.models.action.dit import ContextConfig
+from vlaforge.models.groot.config import GrootConfig, GrootDataConfig
 from vlaforge.models.towers.qwen3 import Qwen3Config
 from vlaforge.models.towers.qwen3_vision import Qwen3VisionConfig
 

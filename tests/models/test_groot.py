@@ -19,7 +19,7 @@ from vlaforge.data.readers import open_dataset
 from vlaforge.data.schema import make_draw, sample_rng
 from vlaforge.data.tokenizer import Tokenizer
 from vlaforge.models import family
-from vlaforge.models.action.groot import Context
+from vlaforge.models.action.dit import Context
 from vlaforge.models.convert import load_official
 from vlaforge.models.golden import Folder
 from vlaforge.models.groot.images import ImageTransform, formalize
