@@ -60,6 +60,10 @@ class Swap:
 # ---------------------------------------------------------------------------------------------------- CPU
 
 
+FEW_PAIRS = 180**2
+"""Pairs (query, key) of a head below which SDPA is faster in fp32, as measured: windows, short texts, channels."""
+
+
 def onednn_linear(self: nn.Linear, x: Tensor) -> Tensor:
     return cpu.linear(x, self.weight, self.bias)
 
@@ -72,6 +76,9 @@ def product_attention(
     self: Attention, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Mask | None = None
 ) -> Tensor:
     if mask is not None and (mask.is_causal or mask.segments_BT is not None):
+        return type(self).forward(self, q_BHTK, k_BGSK, v_BGSK, mask)
+    pairs = q_BHTK.shape[1] // k_BGSK.shape[1] * q_BHTK.shape[2] * k_BGSK.shape[2]
+    if q_BHTK.dtype == torch.float32 and pairs < FEW_PAIRS:
         return type(self).forward(self, q_BHTK, k_BGSK, v_BGSK, mask)
     keys = None if mask is None else mask.keys_BS
     return cpu.attention(q_BHTK, k_BGSK, v_BGSK, keys, q_BHTK.shape[-1] ** -0.5, self.onednn)
