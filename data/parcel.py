@@ -10,9 +10,14 @@ batch k + `prefetch` only after it was given batch k, and batch k - 1 was copied
 
 from __future__ import annotations
 
+import mmap
+import os
+import tempfile
 from dataclasses import dataclass
 from itertools import count
 from math import prod
+from multiprocessing.reduction import DupFd
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -29,14 +34,34 @@ Entry = tuple[str, torch.dtype, tuple[int, ...], int]
 
 
 class Ring:
-    """`prefetch` + 2 slots of shared memory for each of `workers`; made in the main process before they start."""
+    """`prefetch` + 2 slots of shared memory for each of `workers`; made in the main process before they start.
+
+    A file without a name, so that it goes with its last process. torch's own shared memory would be taken whole at
+    once, and counts against /dev/shm, which is small in containers.
+    """
 
     def __init__(self, workers: int, prefetch: int, slot: int = _SLOT):
-        shape = (workers, prefetch + 2, slot)
-        storage = torch.UntypedStorage._new_shared(prod(shape))  # as torch's own collate makes it
-        self.memory = torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
-        self.key, self._turn = next(_KEYS), 0
+        if hasattr(os, "memfd_create"):
+            self._file = os.fdopen(os.memfd_create("vlaforge-batches"), "r+b")
+        else:
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the ring is)
+        self.key, self._shape = next(_KEYS), (workers, prefetch + 2, slot)
+        self._file.truncate(prod(self._shape))
+        self._map()
         _RINGS[self.key] = self
+
+    def _map(self) -> None:
+        self._turn = 0
+        self.memory = torch.frombuffer(mmap.mmap(self._file.fileno(), 0), dtype=torch.uint8).view(self._shape)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a worker that is being started; `fork` needs none of it."""
+        return {"key": self.key, "_shape": self._shape, "file": DupFd(self._file.fileno())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.key, self._shape = state["key"], state["_shape"]
+        self._file = os.fdopen(state["file"].detach(), "r+b")
+        self._map()
 
     def next(self, worker: int) -> tuple[tuple[int, int, int], Tensor]:
         """(place, uint8 [slot]) that this worker writes to now."""
