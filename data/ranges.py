@@ -80,11 +80,11 @@ def check_numbers(cls: type, hints: Mapping[str, Any], values: Mapping[str, Any]
     for item in fields(cls):
         if "group" in item.metadata or values.get(item.name, item.default) == item.default:
             continue  # flags check themselves
-        own, value = "low" in item.metadata, values[item.name]
-        bounds = item.metadata if own else _implied(item.name, hints[item.name])
+        value = values[item.name]
+        bounds = item.metadata if "low" in item.metadata else _implied(item.name, hints[item.name])
         for number in value if isinstance(value, list | tuple) else (value,):
             wanted = fault(number, bounds)
-            if not wanted and not own and isinstance(number, int) and number > LARGEST_SIZE:
+            if not wanted and isinstance(number, int) and number > (bounds.get("high") or LARGEST_SIZE):
                 wanted = f"at most {LARGEST_SIZE}"
             if wanted:
                 raise UserError(f"{where}.{item.name} is {_shown(value)}: it must be {wanted}.")

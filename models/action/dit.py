@@ -46,7 +46,7 @@ class DiTConfig:
 class ContextConfig:
     """The self-attention over the context before the DiT (N1.7); 0 layers: none."""
 
-    layers: int = ranged(4, low=0)
+    layers: int = ranged(4, low=0, high=1000)
     heads: int = 32
     head_dim: int = 64
     dropout: float = 0.2

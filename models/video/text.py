@@ -34,7 +34,7 @@ class Umt5Config:
     """
 
     path: str = ""
-    seed: int | None = ranged(None, low=0)
+    seed: int | None = ranged(None, low=0, high=2**63 - 1)
     dtype: str = "bfloat16"
     vocab: int = 256384
     dim: int = 4096

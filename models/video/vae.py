@@ -44,7 +44,7 @@ class VaeConfig:
     """
 
     path: str = ""
-    seed: int | None = ranged(None, low=0)
+    seed: int | None = ranged(None, low=0, high=2**63 - 1)
     dtype: str = "bfloat16"
     base_dim: int = 160
     decoder_base_dim: int = 256
