@@ -26,12 +26,13 @@ SAMPLES = Path(__file__).parent.parent / "data" / "samples" / "metaworld_v30"
 
 @dataclass(frozen=True)
 class Run:
-    """One timed run of one side."""
+    """One timed run of one side; `load_1m` is the machine's load average behind it, this run's own share included."""
 
     side: str
     workers: int
     samples_per_s: float
     cpu_ms_per_sample: float
+    load_1m: float
     versions: dict[str, str]
 
 
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
                 runs.append(_run(side, sides[side], workers, args))
                 made = runs[-1]
                 print(f"{side:8} {workers} workers  {made.samples_per_s:8.1f} samples/s  "
-                      f"{made.cpu_ms_per_sample:7.2f} ms CPU/sample", flush=True)  # fmt: skip
+                      f"{made.cpu_ms_per_sample:7.2f} ms CPU/sample  load {made.load_1m:5.1f}", flush=True)  # fmt: skip
     ratios = [_summary(runs, workers, bool(python)) for workers in args.workers]
     if args.output:
         body = {"runs": [asdict(r) for r in runs], "speedup": dict(zip(map(str, args.workers), ratios))}
@@ -116,7 +117,8 @@ def _run(side: str, python: str, workers: int, args: argparse.Namespace) -> Run:
         raise UserError(f"The side '{side}' ended after {time.monotonic() - began:.0f} s without a result:\n{tail}")
     got = json.loads(line.removeprefix("FEED "))
     rate = got["samples"] / got["wall_s"]
-    return Run(side, workers, rate, 1000 * got["cpu_s"] / got["samples"], got["versions"])
+    cpu = 1000 * got["cpu_s"] / got["samples"]
+    return Run(side, workers, rate, cpu, round(os.getloadavg()[0], 2), got["versions"])
 
 
 def _summary(runs: list[Run], workers: int, with_peer: bool) -> float | None:
