@@ -85,11 +85,14 @@ def patches_of(images_MHWC, vision):
 
 
 class Groot(Trainer):
+    stand_in = False
+
     def build_policy(self, job):
         config = job["config"]
         if official.tree is None:
             official.tree = types.SimpleNamespace(map_structure=each_value)
             official.require_package = lambda *args, **kwargs: None
+            self.stand_in = True
         official._is_cosmos_reason2_backbone = lambda name: True
         official._cosmos_reason2_qwen3_vl_config = lambda: backbone_config(config)
         head = head_config(config)
@@ -154,6 +157,7 @@ class Groot(Trainer):
         return {
             **{name: getattr(config, name) for name in names},
             "dropout": 0.0, "attention": attention, "diffusers": diffusers.__version__,
+            "dm_tree": "a loop over the batch in its place" if self.stand_in else "its own",
         }  # fmt: skip
 
 
