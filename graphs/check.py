@@ -82,9 +82,9 @@ class Report:
     def text(self) -> str:
         if self.ok:
             return f"ready for capture: {self.ops} ops, no host sync, no data-dependent shape, no transfer"
-        return f"not ready for capture: {len(self.findings)} hindrances in {self.ops} ops\n" + "\n".join(
-            finding.text() for finding in self.findings
-        )
+        lines = [finding.text() for finding in self.findings]
+        head = f"not ready for capture: {len(lines)} hindrance{'s' * (len(lines) > 1)} in {self.ops} ops"
+        return "\n".join([head, *lines])
 
 
 class _Log:

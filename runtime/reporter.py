@@ -38,7 +38,7 @@ class Reporter:
 
     def taken(self, step: int, minibatches: Sequence[Minibatch]) -> None:
         """Remembers which samples `step` was taken on."""
-        self._samples.append((step, [int(i) for minibatch in minibatches for i in minibatch.ids]))
+        self._samples.append((step, [i for minibatch in minibatches for i in minibatch.ids.tolist()]))
 
     def log(self, step: int, metrics: Mapping[str, Tensor], facts: Mapping[str, float], now: bool) -> None:
         """Sends one row on its way; it is written when it has arrived, at once when `now`."""
