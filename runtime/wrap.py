@@ -136,8 +136,9 @@ def wrap_fsdp(model: EmbodiedModel, args: TrainingArgs, device: torch.device, st
     _cast_originals(model, args)
     options: dict[str, Any] = {"mesh": mesh_of(args, device, strategy), "mp_policy": _precision(args)}
     overrides = reshard_overrides(args, model)
-    units = units_of(model, args)
-    for island in _islands(model, args):
+    islands = _islands(model, args)
+    units = [unit for unit in units_of(model, args) if not any(unit is island for island in islands)]
+    for island in islands:
         fully_shard(island, mesh=options["mesh"], reshard_after_forward=strategy != "zero1")
     for unit in units:
         kind = type(unit).__name__
