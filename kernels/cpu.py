@@ -39,7 +39,10 @@ _LIBRARY.define(
 
 
 def _onednn(a: Tensor, b: Tensor) -> Tensor:
-    """a [M, K] · b [N, K]ᵀ."""
+    """a [M, K] · b [N, K]ᵀ. A `b` with gaps between its rows, such as a part of a packed product, is copied: with a
+    gap oneDNN takes 84 ms for [704, 32] · [176, 32]ᵀ, without 0.2."""
+    if not (b.is_contiguous() or b.t().is_contiguous()):
+        b = b.contiguous()
     return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
 
 
