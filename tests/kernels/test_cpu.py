@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vlaforge.kernels import cpu
 
@@ -22,6 +23,24 @@ def test_products_of_any_strides_and_their_gradients():
     torch.testing.assert_close(y, F.linear(x, weight, bias))
     for a, b in zip(torch.autograd.grad(y, (x, weight, bias), grad), want, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_onednn_is_never_given_rows_with_gaps():
+    """It would take some hundred times as long for a part of a packed product."""
+    given = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "_linear_pointwise" in function.name():
+                given.append(args[1])
+            return function(*args, **(kwargs or {}))
+
+    a, packed = torch.randn(6, 4), torch.randn(5, 12)
+    for b in (packed[:, 4:8], torch.randn(4, 9)[:, :5].T, packed[:, :4].contiguous(), torch.randn(4, 5).T):
+        with Seen():
+            got = cpu._onednn(a, b)
+        torch.testing.assert_close(got, a @ b.T)
+    assert len(given) == 4 and all(b.is_contiguous() or b.T.is_contiguous() for b in given)
 
 
 @pytest.mark.parametrize("onednn", [False, True])
