@@ -88,10 +88,11 @@ def test_same_numbers(world, alone, tmp_path):
 
 
 def test_every_family_sharded_gives_the_numbers_of_one_process(tmp_path):
-    """FSDP on 2 ranks, and adapters: losses and gradient norms of 3 steps, for every family but the matrix's own."""
+    """FSDP on 2 ranks, and adapters: losses and gradient norms of 3 steps, for every family but the matrix's own. In
+    bf16, with what stays fp32 in units of its own, the loss to that precision."""
     names = [name for name in models.available() if name != "pi05"]
     run = [*TINY, "--train-iters", "3", "--eval-episodes", "none"]
-    what = {"full": [], "lora": TRAIN["lora"][:3]}
+    what = {"full": [], "lora": TRAIN["lora"][:3], "bf16": ["--dtype", "bfloat16", "--train-iters", "1"]}
     results = []
     for world in (1, 2):
         strategy = STRATEGIES["fsdp"] if world > 1 else []
@@ -103,10 +104,11 @@ def test_every_family_sharded_gives_the_numbers_of_one_process(tmp_path):
         }
         results.append(take(world, jobs, tmp_path))
     alone, together = results
-    assert len(together) == 2 * len(names) and together.keys() == alone.keys()
+    assert len(together) == 3 * len(names) and together.keys() == alone.keys()
     for name, result in together.items():
-        assert result["loss"] == pytest.approx(alone[name]["loss"], rel=1e-5), name
-        assert result["grad_norm"] == pytest.approx(alone[name]["grad_norm"], rel=1e-5), name
+        low = name.endswith("bf16")
+        assert result["loss"] == pytest.approx(alone[name]["loss"], rel=4e-3 if low else 1e-5), name
+        assert result["grad_norm"] == pytest.approx(alone[name]["grad_norm"], rel=2e-2 if low else 1e-5), name
 
 
 def rows(folder: Path) -> list[tuple[int, float]]:
