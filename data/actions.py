@@ -124,5 +124,7 @@ class ActionTransform:
                 )
             target = np.broadcast_to(reference[..., dims], action[..., dims].shape)
             out[..., dims] = rigid(action[..., dims], target, pose.rotation)
+        if any(dim >= action.shape[-1] for dim in self.keep):
+            raise UserError(f"data.action_keep names dimension {max(self.keep)}; the actions have {action.shape[-1]}.")
         out[..., list(self.keep)] = action[..., list(self.keep)]
         return out

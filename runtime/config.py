@@ -245,6 +245,9 @@ class Layers:
             name, why = getattr(error, "full_key", None) or "A setting", str(error).splitlines()[0]
             raise UserError(f"{name} refers to something that is not there: {why}.") from error
         parts = {section: build(cls, tree[section], section) for section, cls in self.classes.items()}
+        kind = getattr(parts["model"], "model_type", self.family.name)
+        if kind != self.family.name:
+            raise UserError(f"model.model_type is '{kind}', but --model is {self.family.name}: leave it out.")
         given = {name for name, source in self.origin.items() if source != "default" and name.startswith("train.")}
         names = frozenset(name.removeprefix("train.") for name in given)
         parts["train"] = replace(parts["train"], given=names)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -16,8 +17,9 @@ import torch
 from vlaforge.data.collate import collate
 from vlaforge.data.dataset import DatasetInfo
 from vlaforge.data.errors import UserError
-from vlaforge.data.schema import IMAGES, Sample, sample_rng
+from vlaforge.data.schema import IMAGES, Contract, Sample, sample_rng
 from vlaforge.graphs import PlanOptions, make_plan
+from vlaforge.graphs.cost import meta_inputs
 from vlaforge.graphs.devices import device_kind
 from vlaforge.runtime.adapter import adapt
 from vlaforge.runtime.args import TrainingArgs
@@ -62,6 +64,7 @@ def preflight(resolved: Resolved, passed: Passed = lambda name, what: None) -> S
     model = meta_model(setup)
     make_plan(model, setup.contract, plan_options(args, setup.device))
     passed("model", f"{sum(p.numel() for p in model.parameters()) / 1e6:,.1f} M parameters")
+    check_forward(model, setup.contract)
     if found is not None:
         check_resumed_weights(setup, model, found)
     if args.pretrained_checkpoint is not None:
@@ -121,12 +124,30 @@ def check_resume(args: TrainingArgs, passed: Passed) -> Path:
 
 def meta_model(setup: Setup) -> torch.nn.Module:
     """The model as names and shapes."""
+    with settings_fit("be built"), torch.device("meta"):
+        return setup.resolved.family.model(setup.model_config)
+
+
+def check_forward(model: torch.nn.Module, contract: Contract) -> None:
+    """One sample goes through `model` (on the meta device), so that its sizes fit one another."""
+    batch, draw = meta_inputs(contract, 1)
+    with settings_fit("compute a loss"), torch.device("meta"), torch.no_grad():
+        model.frozen_networks("meta")  # made beforehand: they are no part of the forward
+        model(batch, draw)
+
+
+@contextmanager
+def settings_fit(what: str) -> Iterator[None]:
+    """Turns what torch says of sizes that do not go together into a sentence. What cannot be known without values (on
+    the meta device) passes."""
     try:
-        with torch.device("meta"):
-            return setup.resolved.family.model(setup.model_config)
+        yield
+    except NotImplementedError:
+        return
     except (ArithmeticError, AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
         why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise UserError(f"No model can be built with these settings of model.*: {why}.") from error
+        if "meta" not in why.lower():
+            raise UserError(f"A model with these settings of model.* cannot {what}: {why}.") from error
 
 
 def check_trained(args: TrainingArgs, model: torch.nn.Module, found: Path | None) -> None:

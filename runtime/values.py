@@ -114,6 +114,8 @@ def _coerce_union(value: Any, annotation: Any, where: str) -> Any:
     for option in options:
         if option is type(value):
             return value
+        if is_dataclass(option) and isinstance(value, Mapping):
+            return build(option, value, where)  # what is wrong inside is said
     for option in options:
         if option is type(None):
             continue

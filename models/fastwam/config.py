@@ -82,7 +82,7 @@ class ModelConfig:
     text_tokens: int = 128
     freq_dim: int = 256
     latent_channels: int = 48
-    patch: tuple[int, int, int] = (1, 2, 2)
+    patch: tuple[int, int, int] = ranged((1, 2, 2), low=1)
     layout: str = "row"
     height: int = 224
     width: int = 448

@@ -93,6 +93,9 @@ class Processing:
             raise UserError(
                 "The dataset has no state: name its column with data.state_key, or set model.max_state_dim=0."
             )
+        if any(dim >= self.info.action_dim for dim in data.delta_dims):
+            most = max(data.delta_dims)
+            raise UserError(f"data.delta_dims names dimension {most}; the actions have {self.info.action_dim}.")
         if "{task}" not in data.prompt:
             raise UserError(f"data.prompt is {data.prompt!r}: it must hold {{task}}.")
         if self._cached_fields() and not (data.cache or (data.text_cache and model.video_source == "pixels")):

@@ -77,6 +77,8 @@ class ModelConfig:
             )
         if self.expert.width % 2:
             raise UserError(f"model.expert.width is {self.expert.width}; the time embedding needs it even.")
+        if self.min_period >= self.max_period:
+            raise UserError(f"model.min_period is {self.min_period}; it must be below max_period, {self.max_period}.")
         for name in ("action", "state"):
             dim, most = getattr(self, f"{name}_dim"), getattr(self, f"max_{name}_dim")
             if dim is not None and not 0 < dim <= most:

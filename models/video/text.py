@@ -11,6 +11,7 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ class Umt5Config:
 
     path: str = ""
     seed: int | None = ranged(None, low=0, high=2**63 - 1)
-    dtype: str = "bfloat16"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
     vocab: int = 256384
     dim: int = 4096
     attention_dim: int = 4096

@@ -9,6 +9,7 @@ Axes: B samples, T pixel frames (1 + 4k), H W pixels, C latent channels, F laten
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -45,11 +46,11 @@ class VaeConfig:
 
     path: str = ""
     seed: int | None = ranged(None, low=0, high=2**63 - 1)
-    dtype: str = "bfloat16"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
     base_dim: int = 160
     decoder_base_dim: int = 256
     z_dim: int = 48
-    dim_mult: tuple[int, ...] = (1, 2, 4, 4)
+    dim_mult: tuple[int, ...] = ranged((1, 2, 4, 4), low=1)
     num_res_blocks: int = 2
     temporal_downsample: tuple[bool, ...] = (False, True, True)
     in_channels: int = 12

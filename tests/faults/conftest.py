@@ -49,11 +49,12 @@ def forge(capsys, tmp_path, monkeypatch) -> Callable[..., Ended]:
     """``forge("--flag", ...)`` is ``forge-run`` with the small model, ``forge(..., tool="data")`` is ``forge-data``."""
     monkeypatch.setenv("VLAFORGE_CACHE", str(tmp_path / "cache"))
 
-    def command(*argv: str, tool: str = "run") -> Ended:
+    def command(*argv: str, tool: str = "run", family: str = "pi05") -> Ended:
         capsys.readouterr()
         if tool == "run":
             folder = () if "--output-dir" in argv else ("--output-dir", str(tmp_path / "out"))
-            code = run.main([*SMALL, *folder, *argv])
+            model = SMALL if family == "pi05" else ("--model", family, "--preset", "tiny", "--num-workers", "0")
+            code = run.main([*model, *folder, *argv])
         else:
             code = data.main(list(argv))
         said = capsys.readouterr()
@@ -71,8 +72,8 @@ def refused(forge, tmp_path, monkeypatch) -> Callable[..., str]:
 
     monkeypatch.setattr(Trainer, "train", began)
 
-    def sentence(*argv: str) -> str:
-        text = forge(*argv).sentence
+    def sentence(*argv: str, **options: str) -> str:
+        text = forge(*argv, **options).sentence
         assert not (tmp_path / "out").exists()
         return text
 

@@ -20,6 +20,9 @@ SETTINGS = {
     "data.image_size=0": "data.image_size is 0: it must be at least 1",
     "data.image_size=1000000": "at most 8192",
     "data.action_keep=-1": "data.action_keep is -1: it must be at least 0.",
+    "data.image_layout=0": "it must be one of hwc, chw or none",
+    "model.min_period=5": "it must be below max_period",
+    "model.model_type=xvla": "model.model_type is 'xvla', but --model is pi05",
     "data.cameras.base_0_rgb=": "data.cameras.base_0_rgb is ''",
     "data.normalization_mode=q95": "q95",
     "model.vision.depht=1": "did you mean 'model.vision.depth'?",
@@ -54,6 +57,29 @@ FLAGS = {
 }
 
 
+FAMILIES = {
+    "xvla model.num_heads=7": "A model with these settings of model.* cannot compute a loss",
+    "xvla model.vision.dims=1": "A model with these settings of model.* cannot be built",
+    "xvla model.vision.strides=0,0,0,0": "The numbers of model do not go together",
+    "xvla data.domain=libreo": "did you mean 'libero'?",
+    "groot_n1_7 model.text.heads=3": "cannot compute a loss",
+    "groot_n1_7 model.vl_self_attention.layers=100000": "at most 1000",
+    "groot_n1_6 data.embodiment_tag=gr2": "did you mean 'gr1'?",
+    "groot_n1_6 data.action_steps=0": "data.action_steps is 0: it must be at least 1.",
+    "fastwam model.patch=0,1,1": "model.patch is 0,1,1: it must be at least 1.",
+    "fastwam model.vae.dtype=fp8": "model.vae.dtype is 'fp8'",
+    "fastwam model.vae.dim_mult=0": "model.vae.dim_mult is 0: it must be at least 1.",
+    "fastwam data.delta_dims=99": "data.delta_dims names dimension 99; the actions have 4.",
+    "fastwam data.prompt=hello": "it must hold {task}",
+}
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_other_families(refused, case):
+    family, setting = case.split(" ")
+    assert FAMILIES[case] in refused(setting, family=family)
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_settings(refused, setting):
     assert SETTINGS[setting] in refused(setting)
@@ -62,6 +88,17 @@ def test_settings(refused, setting):
 @pytest.mark.parametrize("flags", FLAGS)
 def test_flags(refused, flags):
     assert FLAGS[flags] in refused(*flags.split())
+
+
+def test_a_dimension_that_actions_lack(refused):
+    said = refused("data.action_mode=relative", "data.action_keep=9")
+    assert said == "data.action_keep names dimension 9; the actions have 4."
+
+
+def test_another_column_has_statistics_of_its_own(noted):
+    """The dataset's own statistics of its actions say nothing of a column that is chosen instead."""
+    said = noted("data.action_key=timestamp", "data.state_key=action")
+    assert "action and state   1 and 4 dimensions" in said and "All checks passed" in said
 
 
 def test_a_model_larger_than_the_machine(refused):

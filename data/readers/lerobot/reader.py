@@ -256,9 +256,13 @@ class LeRobotReader(Dataset):
         stored = self.layout.statistics() or merge_episodes(self.layout.episode_statistics())
         if not stored:
             return None
+        chosen = {what: [stored[key] for key in keys if key in stored] for what, keys in self._keys.items()}
         for what, keys in self._keys.items():
-            if keys and what not in stored and all(key in stored for key in keys):
-                stored[what] = _side_by_side([stored[key] for key in keys])
+            if keys != (what,):
+                stored.pop(what, None)  # of another column than the one that was chosen
+        for what, keys in self._keys.items():
+            if keys and len(chosen[what]) == len(keys):
+                stored[what] = _side_by_side(chosen[what])
         layouts = {self.features.camera_keys[name]: layout for name, layout in self.features.layouts.items()}
         shaped: dict[str, dict[str, np.ndarray]] = {}
         for key, entry in stored.items():
