@@ -68,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
     ratios = [_summary(runs, workers, bool(python)) for workers in args.workers]
     if args.output:
         body = {"runs": [asdict(r) for r in runs], "speedup": dict(zip(map(str, args.workers), ratios))}
-        settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+        own = ("peer_python", "output", "at_least", "dataset_path", "run", "command")  # of this machine or call
+        settings = {k: v for k, v in vars(args).items() if k not in own} | {"dataset": Path(args.dataset_path).name}
         print(f"record: {write_record(args.output, 'data', {**conditions(), 'settings': settings, **body})}")
     slow = args.at_least is not None and any(ratio is not None and ratio < args.at_least for ratio in ratios)
     return 1 if slow else 0
