@@ -50,13 +50,10 @@ class BlockGroup:
 
     `path` is the attribute path of the container (``"layers"``); `names` the blocks' own paths, in order of use.
     Blocks of a group have the same class and shapes, and are called through `forward` with positional tensors.
-    `methods` are other methods through which `act` calls them: wrappers that gather weights in a `forward` hook must
-    cover these too.
     """
 
     path: str
     names: tuple[str, ...]
-    methods: tuple[str, ...] = ()
 
     def modules(self, root: nn.Module) -> list[nn.Module]:
         return [root.get_submodule(name) for name in self.names]

@@ -280,7 +280,7 @@ class Model(EmbodiedModel):
 
     def blocks(self) -> list[BlockGroup]:
         names = tuple(f"layers.{i}" for i in range(self.config.layers))
-        return [BlockGroup("layers", names, methods=("texts", "extend", "act"))]
+        return [BlockGroup("layers", names)]
 
     def towers(self) -> dict[str, list[str]]:
         def tower(name: str) -> list[str]:

@@ -237,7 +237,7 @@ class Model(EmbodiedModel):
     def blocks(self) -> list[BlockGroup]:
         vision = tuple(f"vision.layers.{i}" for i in range(self.config.vision.depth))
         joint = tuple(f"layers.{i}" for i in range(self.config.language.depth))
-        return [BlockGroup("vision.layers", vision), BlockGroup("layers", joint, methods=("prefix", "actions"))]
+        return [BlockGroup("vision.layers", vision), BlockGroup("layers", joint)]
 
     def towers(self) -> dict[str, list[str]]:
         depth = range(self.config.language.depth)
