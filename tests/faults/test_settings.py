@@ -6,6 +6,7 @@ import pytest
 
 SETTINGS = {
     "model.language.width=0": "model.language.width is 0: it must be at least 1.",
+    "model.num_images=0": "model.num_images is 0: it must be at least 1",
     "model.vision.depth=-1": "model.vision.depth is -1: it must be at least 1 and at most 1000.",
     "model.expert.mlp_dim=100000000": "model.expert.mlp_dim is 100000000: it must be at most 1048576.",
     "model.vision.patch_size=0": "model.vision.patch_size is 0: it must be at least 1.",

@@ -299,7 +299,6 @@ def test_the_contract_states_what_the_model_takes():
     ({"expert": GemmaConfig(width=16, depth=3, mlp_dim=24, num_heads=4, num_kv_heads=1, head_dim=8)}, "depth"),
     ({"image_size": 10}, "multiple of vision.patch_size"),
     ({"action_dim": 7}, "between 1 and model.max_action_dim"),
-    ({"num_images": 0}, "num_images is 0"),
     ({"vision": SiglipConfig(width=15, depth=1, num_heads=2, mlp_dim=24, patch_size=4)}, "does not divide"),
 ])  # fmt: skip
 def test_configurations_that_cannot_work(changes, message):

@@ -64,7 +64,7 @@ def take(world: int, jobs: dict[str, list[str]], folder: Path, *flags: str) -> d
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, str(WORKER), str(file), *flags], env=env, capture_output=True, text=True, timeout=500
+        [*command, str(WORKER), str(file), *flags], env=env, capture_output=True, text=True, timeout=1500
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-5000:]
     return json.loads(Path(f"{file}.out").read_text())
