@@ -25,7 +25,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vlaforge.bench.sides import CLIP, DECAY, LR, Case, Timed
+from vlaforge.bench.sides import CLIP, LR, Case, Timed
 from vlaforge.data.errors import UserError, unknown
 
 LENT = ("diffusers",)
@@ -92,7 +92,7 @@ class Peer:
             save_file({key: value.contiguous() for key, value in fields.items()}, batches[-1])
         job = {
             "config": asdict(case.config), "dtype": dtype, "threads": threads, "batches": batches, "lr": LR,
-            "weights": str(folder / "weights.safetensors"), "weight_decay": DECAY, "clip": CLIP,
+            "weights": str(folder / "weights.safetensors"), "weight_decay": case.decay, "clip": CLIP,
             "valid": dict(case.valid), "options": dict(options or {}),
         }  # fmt: skip
         (folder / "job.json").write_text(json.dumps(job))

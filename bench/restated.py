@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from vlaforge.bench.sides import CLIP, DECAY, LR, Case, Timed, fresh_model
+from vlaforge.bench.sides import CLIP, LR, Case, Timed, fresh_model
 from vlaforge.data.schema import Batch, Draw
 from vlaforge.graphs.passes.precision import kept_fp32
 from vlaforge.models.blocks.attention import merge_heads
@@ -96,7 +96,7 @@ class Restated:
                 if parameter is not None and name not in kept:
                     parameter.data = parameter.data.to(dtype)
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=LR, betas=(0.9, 0.95), weight_decay=DECAY, foreach=True)
+        self.optimizer = torch.optim.AdamW(trained, lr=LR, betas=(0.9, 0.95), weight_decay=case.decay, foreach=True)
         self._taken = 0
 
     def run(self, steps: int) -> Timed:

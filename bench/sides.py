@@ -24,7 +24,7 @@ from vlaforge.data.schema import Contract, Minibatch, make_draw
 from vlaforge.graphs import Plan, PlanOptions, StepParts, make_plan
 from vlaforge.models import Family, family
 from vlaforge.runtime.guards import Guard, GuardConfig, LossScale
-from vlaforge.runtime.optim import Hyper, build_optimizer
+from vlaforge.runtime.optim import Hyper, build_optimizer, fading
 from vlaforge.runtime.params import build_groups, rebind
 from vlaforge.runtime.programs import FinetuneTrainer
 from vlaforge.runtime.ranks import Ranks
@@ -33,7 +33,7 @@ from vlaforge.runtime.step import Step
 
 CASES = Path(__file__).parent / "cases.yaml"
 LR, DECAY, CLIP = 2.5e-5, 0.01, 1.0
-"""Rate, weight decay and clip norm of both sides; AdamW with betas 0.9 and 0.95."""
+"""Rate, weight decay (where a case has none of its own) and clip norm of both sides; AdamW with betas 0.9 and 0.95."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Side(Protocol):
 class Case:
     """One family's inputs: config, contract, batch size, and minibatches on the CPU, with nothing cut yet.
 
-    `grouping` is how the official recipe groups parameters: arguments of `build_groups`.
+    `grouping` is how the official recipe groups parameters: arguments of `build_groups`; `decay` its weight decay.
     """
 
     family: Family
@@ -85,6 +85,13 @@ class Case:
     minibatches: tuple[Minibatch, ...]
     valid: Mapping[str, int]
     grouping: Mapping[str, str] = field(default_factory=dict)
+    decay: float = DECAY
+
+    @property
+    def embodiments(self) -> frozenset[int] | None:
+        """Those of the batches; None where there is no such field."""
+        fields = [minibatch.batch.get("embodiment") for minibatch in self.minibatches]
+        return None if any(f is None for f in fields) else frozenset(int(number) for f in fields for number in f)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -112,7 +119,8 @@ def load_case(model: str, name: str, batches: int = 2, preset: str = "midsize", 
     for minibatch in made if "words" in case else ():
         write_prompts(chosen, config, minibatch.batch, case["words"])
     grouping = cases[chosen.name].get("grouping", {})
-    return Case(chosen, name, config, contract, size, made, case.get("valid", {}), grouping)
+    decay = cases[chosen.name].get("weight_decay", DECAY)
+    return Case(chosen, name, config, contract, size, made, case.get("valid", {}), grouping, decay)
 
 
 def full_case(
@@ -181,9 +189,14 @@ class Ours:
         model = fresh_model(case, device=self.device)
         if state is not None:
             model.load_state_dict(dict(state))
-        groups = build_groups(model, lr=LR, floor=0.0, weight_decay=DECAY, **case.grouping)
-        names = {name: group.name for group in groups for name in group.params}
-        self.plan: Plan = make_plan(model, case.contract, replace(options, batch_size=case.batch_size, groups=names))
+        groups = build_groups(model, lr=LR, floor=0.0, weight_decay=case.decay, **case.grouping)
+        known = {
+            "batch_size": case.batch_size,
+            "groups": {name: group.name for group in groups for name in group.params},
+            "fading": fading("AdamW", groups),
+            "embodiments": case.embodiments,
+        }
+        self.plan: Plan = make_plan(model, case.contract, replace(options, **known))
         self.plan.lower(model)
         model.train()
         optimizer = build_optimizer("AdamW", rebind(groups, model), Hyper())

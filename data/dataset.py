@@ -66,6 +66,11 @@ class Dataset(ABC):
     notes: Sequence[str] = ()
     """What a run should say about how the data is read: the video backend and why it is this one."""
 
+    @property
+    def embodiments(self) -> tuple[str, ...]:
+        """What samples have under ``embodiment``; a dataset of one robot says nothing there."""
+        return ("",)
+
     @cached_property
     def ends(self) -> list[int]:
         """The position behind the last sample of each episode; each row starts one unless a reader says otherwise."""

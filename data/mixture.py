@@ -131,6 +131,10 @@ class Mixture(Dataset):
         self._starts = np.concatenate([[0], np.cumsum([len(part.dataset) for part in parts])])
         self.notes = [f"{part.dataset.info.path}: {note}" for part in parts for note in part.dataset.notes]
 
+    @property
+    def embodiments(self) -> tuple[str, ...]:
+        return tuple(part.embodiment for part in self.parts)
+
     @cached_property
     def ends(self) -> list[int]:
         starts = self._starts.tolist()

@@ -36,6 +36,9 @@ class PlanOptions:
         strategy: how the model is wrapped: ``none`` | ``ddp`` | ``zero1`` | ``fsdp`` | ``hsdp``.
         frozen: parameter names that do not train (resolved by the runtime from patterns).
         groups: parameter name → name of its optimiser group; parameters of different groups are not packed together.
+        fading: name of an optimiser group → the largest share of a weight that one update takes when the weight has
+            never had a gradient (AdamW: lr · weight decay); a group that is not there is not known.
+        embodiments: numbers of the embodiments that the data has; None: not known.
         fp32_masters: keep fp32 master weights when the compute dtype is bf16.
         adapters: LoRA adapters are attached (their base weights must keep their own storage).
         buckets: for `static_shapes`: multiple that trimmed axes are rounded up to; 0 takes the contract's own.
@@ -56,6 +59,8 @@ class PlanOptions:
     strategy: Literal["none", "ddp", "zero1", "fsdp", "hsdp"] = "none"
     frozen: frozenset[str] = frozenset()
     groups: Mapping[str, str] = field(default_factory=dict)
+    fading: Mapping[str, float] = field(default_factory=dict)
+    embodiments: frozenset[int] | None = None
     fp32_masters: bool = True
     adapters: bool = False
     buckets: int = 0

@@ -2,7 +2,8 @@
 
 A packed parameter is a concatenation of canonical ones along axis 0. `model.state_dict()` and `load_state_dict()` keep
 speaking canonical names (hooks on the module that holds the packed one); whatever else is kept by parameter name (the
-optimiser's moments, an average) goes through `split` and `join`.
+optimiser's moments, an average) goes through `split` and `join`. So do parameters that hold some rows of a canonical
+one (`graphs.rows`).
 
     parts = packed_parts(model)              {"qkv.packed.weight": (Part("qkv.q_proj.weight", 0, 512), ...), ...}
     canonical = split(model, tensors)        by packed name -> by canonical name
@@ -17,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from vlaforge.graphs.rows import Outside, cut_tables
 
 ATTRIBUTE = "_forge_parts"
 
@@ -86,11 +89,16 @@ def packed_parts(model: nn.Module) -> dict[str, tuple[Part, ...]]:
     return found
 
 
-def split(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by parameter name, packed ones taken apart; a 0-dim value (a step count) goes to every part."""
-    parts = packed_parts(model)
+def split(model: nn.Module, tensors: Mapping[str, Tensor], outside: Outside = "zeros") -> dict[str, Tensor]:
+    """Tensors by parameter name, packed ones taken apart; a 0-dim value (a step count) goes to every part.
+
+    Rows of a table that are no parameter here are filled with what `outside` says.
+    """
+    parts, tables = packed_parts(model), cut_tables(model)
     canonical: dict[str, Tensor] = {}
     for name, value in tensors.items():
+        if name in tables and value.ndim:
+            value = tables[name].whole(value, outside)
         if name not in parts:
             canonical[name] = value
             continue
@@ -99,13 +107,17 @@ def split(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return canonical
 
 
-def join(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def join(model: nn.Module, tensors: Mapping[str, Tensor], outside: Outside = "zeros") -> dict[str, Tensor]:
     """The inverse of `split`. A packed parameter whose parts are all absent stays absent.
 
     KeyError when only some of its parts are there; ValueError when their 0-dim values differ (they were stepped apart,
-    and one packed parameter cannot hold that).
+    and one packed parameter cannot hold that), or when rows that are no parameter here hold something else than
+    `outside` says.
     """
     packed = dict(tensors)
+    for name, rows in cut_tables(model).items():
+        if name in packed and packed[name].ndim:
+            packed[name] = rows.part(name, packed[name], outside)
     for name, parts in packed_parts(model).items():
         present = [part.name in packed for part in parts]
         if not any(present):

@@ -21,7 +21,7 @@ from vlaforge.data.errors import UserError, unknown
 from vlaforge.data.schema import Contract, Trim
 from vlaforge.graphs import passes
 from vlaforge.graphs.options import PlanOptions
-from vlaforge.graphs.passes.base import Context, Pass, Site, StepParts
+from vlaforge.graphs.passes.base import Context, Numerics, Pass, Site, StepParts
 from vlaforge.graphs.render import plan_dict, plan_text
 
 State = Literal["on", "skip", "off"]
@@ -45,7 +45,8 @@ def registry() -> tuple[Pass, ...]:
 class Entry:
     """One line of the plan: a pass, its state, the reason, and the sites that will be changed.
 
-    `found` is how many sites there were before fuel or conflicts took some away.
+    `found` is how many sites there were before fuel or conflicts took some away; `as_decided` is a numerics class
+    other than the pass's own.
     """
 
     rule: Pass
@@ -53,10 +54,15 @@ class Entry:
     reason: str
     sites: tuple[Site, ...] = ()
     found: int = 0
+    as_decided: Numerics | None = None
 
     @property
     def name(self) -> str:
         return self.rule.name
+
+    @property
+    def numerics(self) -> Numerics:
+        return self.as_decided or self.rule.numerics
 
 
 @dataclass
@@ -176,7 +182,7 @@ def _decide(rule: Pass, model: nn.Module, context: Context, banned: dict[str, st
     if not sites:
         return Entry(rule, "skip", "nothing in this model to change")
     context.on.append(rule.name)
-    return Entry(rule, "on", decision.reason or rule.describe(sites), sites, len(sites))
+    return Entry(rule, "on", decision.reason or rule.describe(sites), sites, len(sites), decision.numerics)
 
 
 def _settle(entries: Sequence[Entry], context: Context) -> tuple[list[Entry], dict[str, str]]:

@@ -45,7 +45,7 @@ def plan_text(plan: Plan) -> str:
     lines = [f"forge plan   {headline(plan)}"]
     for number, entry in enumerate(plan.entries, start=1):
         what = f"{entry.name:<{names}}  {entry.reason:<{min(reasons, 76)}}"
-        lines.append(f"{number:2d} {entry.state:<5} {what}  {entry.rule.numerics}")
+        lines.append(f"{number:2d} {entry.state:<5} {what}  {entry.numerics}")
     lines += [f" ! {warning}" for warning in plan.warnings]
     return "\n".join(lines)
 
@@ -76,7 +76,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
                 "name": entry.name,
                 "state": entry.state,
                 "stage": entry.rule.stage,
-                "numerics": entry.rule.numerics,
+                "numerics": entry.numerics,
                 "reason": entry.reason,
                 "sites": [{"path": site.path, "what": site.what} for site in entry.sites],
                 "found": entry.found,

@@ -27,7 +27,7 @@ from vlaforge.runtime.checkpoint.weights import load_model, load_pretrained, own
 from vlaforge.runtime.ema import Ema
 from vlaforge.runtime.guards import Guard, GuardConfig, LossScale
 from vlaforge.runtime.meter import StageTimer
-from vlaforge.runtime.optim import Group, Hyper, Optimizer, build_optimizer
+from vlaforge.runtime.optim import Group, Hyper, Optimizer, build_optimizer, fading
 from vlaforge.runtime.params import rebind, split_names
 from vlaforge.runtime.preflight import plan_options
 from vlaforge.runtime.programs import FinetuneTrainer, program
@@ -104,6 +104,8 @@ def build_plan(setup: Setup, model: nn.Module, groups: Sequence[Group]) -> Plan:
         groups={name: group.name for group in groups for name in group.params},
         fp32_masters=setup.args.master_weights,
         adapters=setup.args.use_lora,
+        fading=fading(setup.args.optimizer, groups, build_schedule(setup.args).highest),
+        embodiments=program(setup.args.trainer_type).embodiments(setup),
     )
     return make_plan(model, setup.contract, options)
 

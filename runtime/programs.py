@@ -57,6 +57,15 @@ class FinetuneTrainer:
         """How many micro-batches of the loader make one optimiser step."""
         return setup.args.gradient_accumulation_steps
 
+    def embodiments(self, setup: Setup) -> frozenset[int] | None:
+        """Numbers of all embodiments that training and evaluation will see; None where that is not known: a loader or a
+        processing of another kind, which may override this."""
+        number = getattr(setup.processing, "embodiment_of", None)
+        if number is None or type(self).loader is not FinetuneTrainer.loader:
+            return None
+        datasets = [dataset for dataset in (setup.dataset, setup.held_out) if dataset is not None]
+        return frozenset(number(name) for dataset in datasets for name in dataset.embodiments)
+
     def counts(self, model: nn.Module, minibatch: Minibatch) -> dict[str, Tensor]:
         """The count of each loss term, from the batch alone; `model` is the bare one."""
         return model.counts(minibatch.batch)

@@ -59,6 +59,11 @@ class Schedule:
     f_min: float = 0.0
     cycle_length: int | None = None
 
+    @property
+    def highest(self) -> float:
+        """The largest rate as a multiple of a group's own."""
+        return max(1.0, self.f_start, self.f_max, self.f_min) if self.style == "lambda_linear" else 1.0
+
     def __post_init__(self) -> None:
         if self.style not in STYLES:
             raise unknown("learning-rate schedule", self.style, STYLES)

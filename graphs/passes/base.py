@@ -26,10 +26,12 @@ Numerics = Literal["exact", "reorder", "approx"]
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether a pass is on, and the sentence that says what it does or why it does nothing."""
+    """Whether a pass is on, and the sentence that says what it does or why it does nothing; `numerics` where it is
+    another class than the pass's own here."""
 
     on: bool
     reason: str
+    numerics: Numerics | None = None
 
 
 @dataclass(frozen=True)

@@ -192,7 +192,7 @@ class GrootProcessing(ABC):
             "token_mask": mask_L,
             **self.extra(tokens_L, mask_L),
             "state": self._state(obs),
-            "embodiment": np.array(self._embodiment(obs), np.int64),
+            "embodiment": np.array(self.embodiment_of(str(obs.get("embodiment", ""))), np.int64),
         }
 
     def actions(self, x_HA: np.ndarray, sample: Mapping[str, Any] | None = None) -> np.ndarray:
@@ -202,9 +202,9 @@ class GrootProcessing(ABC):
         """
         return self.codec.decode(self._clip(np.asarray(x_HA, np.float32)[..., : self.action_dim]), sample)
 
-    def _embodiment(self, obs: Mapping[str, Any]) -> int:
-        """In a mixture, each dataset's own name where the table has it."""
-        return self.numbers.get(str(obs.get("embodiment", "")), self.embodiment)
+    def embodiment_of(self, name: str) -> int:
+        """The number of what a sample names: in a mixture, each dataset's own name where the table has it."""
+        return self.numbers.get(name, self.embodiment)
 
     def _state(self, obs: Sample) -> np.ndarray:
         if not self.info.state_dim:

@@ -115,6 +115,10 @@ class Processing:
         named = domain_number(robot, self.model.num_domains, strict=False)
         return 0 if named is None else named
 
+    def embodiment_of(self, name: str) -> int:
+        """The number of what a sample names; "" for nothing."""
+        return self.domain({"embodiment": name})
+
     @property
     def notes(self) -> list[str]:
         """What a run should say of the robot."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from vlaforge.data.errors import UserError
 from vlaforge.graphs.packing import join, split
+from vlaforge.graphs.rows import Outside
 from vlaforge.runtime.adapter import CONFIG as ADAPTER
 from vlaforge.runtime.adapter import META, adapter_tensors
 from vlaforge.runtime.assemble import Parts
@@ -40,7 +41,7 @@ def capture(setup: Setup, parts: Parts, ranks: Ranks, completed: int, metric: fl
     lora = getattr(parts.model, "lora", None)
     groups = {"model": model_tensors(parts.model)} if lora is None else {"adapter": adapter_tensors(parts.model)}
     if parts.ema is not None:
-        groups["ema"] = split(parts.model, parts.ema.tensors())
+        groups["ema"] = split(parts.model, parts.ema.tensors(), "weights")
     texts = {
         CONFIG: setup.resolved.to_yaml(),
         NORMALIZERS: setup.normalizers.to_json(),
@@ -124,20 +125,22 @@ def versions() -> dict[str, str]:
 
 
 def by_key(
-    change: Callable[[Mapping[str, Tensor]], dict[str, Tensor]], tensors: Mapping[str, Tensor]
+    change: Callable[[Mapping[str, Tensor], Outside], dict[str, Tensor]], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Applies `change` (of tensors by parameter name) to ``<key>.<parameter>`` tensors, one key at a time."""
+    """Applies `change` (of tensors by parameter name, and what they hold where nothing trains) to ``<key>.<parameter>``
+    tensors, one key at a time."""
     grouped: dict[str, dict[str, Tensor]] = {}
     for full, value in tensors.items():
         key, _, name = full.partition(".")
         grouped.setdefault(key, {})[name] = value
-    return {f"{key}.{name}": value for key, group in grouped.items() for name, value in change(group).items()}
+    changed = {key: change(group, "masters" if key == "master" else "zeros") for key, group in grouped.items()}
+    return {f"{key}.{name}": value for key, group in changed.items() for name, value in group.items()}
 
 
-def _joined(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _joined(model: nn.Module, tensors: Mapping[str, Tensor], outside: Outside) -> dict[str, Tensor]:
     """Tensors by canonical name as the lowered model has its parameters."""
     try:
-        return join(model, dict(tensors))
+        return join(model, dict(tensors), outside)
     except (KeyError, ValueError) as error:
         raise UserError(f"The training state does not fit the plan: {error.args[0]}.") from error
 
@@ -158,7 +161,7 @@ def restore(parts: Parts, ranks: Ranks, path: Path) -> tuple[int, list[str]]:
             notes.append("The checkpoint has no average of the weights: it starts from the present ones.")
             parts.ema.reset()
         else:
-            parts.ema.load(_joined(parts.model, average))
+            parts.ema.load(_joined(parts.model, average, "weights"))
     parts.core.iteration.fill_(state["iteration"])
     parts.core.guard.load(state["guard"])
     parts.core.loss_scale.load(state["loss_scale"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from vlaforge.runtime.optim.forge import ForgeAdam
 from vlaforge.runtime.optim.fused import TorchFusedAdam
 from vlaforge.runtime.optim.plain import PlainAdam, PlainSGD
 
-__all__ = ["NAMES", "Group", "Hyper", "Leaf", "Optimizer", "build_optimizer", "executor"]
+__all__ = ["NAMES", "Group", "Hyper", "Leaf", "Optimizer", "build_optimizer", "executor", "fading"]
 
 ADAM = ("exp_avg", "exp_avg_sq")
 
@@ -41,6 +42,17 @@ def executor(name: str) -> Executor:
     if name not in NAMES:
         raise unknown("optimiser", name, NAMES)
     return NAMES[name].executor()
+
+
+def fading(name: str, groups: Sequence[Group], highest: float = 1.0) -> dict[str, float]:
+    """By group, the largest share of a weight that one update takes when the weight has never had a gradient: lr · λ
+    with decoupled decay, at `highest` times the group's rate. With coupled decay a weight is its own gradient: infinite
+    unless there is none."""
+    decoupled = name.endswith("AdamW")
+    return {
+        group.name: group.lr * highest * group.weight_decay if decoupled or not group.weight_decay else math.inf
+        for group in groups
+    }
 
 
 def build_optimizer(

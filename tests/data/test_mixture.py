@@ -58,6 +58,7 @@ def normalizers(mixture: Mixture) -> NormalizerSet:
 def test_samples_are_those_of_the_parts_with_ids_of_their_own(mixture):
     left, right = (part.dataset for part in mixture.parts)
     assert len(mixture) == len(left) + len(right)
+    assert mixture.embodiments == ("left", "right") and left.embodiments == ("",)
     needs = DataNeeds(cameras=("wrist",))
     got = mixture.get_many([3, len(left) + 5, 0], needs)
     for sample, (part, position) in zip(got, [(left, 3), (right, 5), (left, 0)]):

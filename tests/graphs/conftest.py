@@ -77,11 +77,11 @@ class Tiny:
         asked = tuple(name for name in names if name != "precision")
         return self.plan(model, with_=asked, without=others, **options)
 
-    def train(self, model: Any, plan: Plan, steps: int = 10, lr: float = 1e-4) -> Trained:
+    def train(self, model: Any, plan: Plan, steps: int = 10, lr: float = 1e-4, decay: float = 0.01) -> Trained:
         """`steps` optimiser steps, each on another batch, driven as the trainer does it."""
         plan.lower(model)
         model.train()
-        step, optimizer = training_step(model, lr)
+        step, optimizer = training_step(model, lr, decay)
         batches = [self.batch(seed) for seed in range(steps)]
         batches = [replace(m, batch=trimmed(m.batch, plan.trims)) for m in batches]
         parts = plan.lower_step(StepParts(model, step, batches, optimizer, CPU))
@@ -89,9 +89,9 @@ class Tiny:
         return Trained(losses, model, optimizer, plan)
 
 
-def training_step(model: Any, lr: float = 1e-4) -> tuple[Step, Optimizer]:
+def training_step(model: Any, lr: float = 1e-4, decay: float = 0.01) -> tuple[Step, Optimizer]:
     """The runtime's step around `model`, with AdamW."""
-    groups = build_groups(model, lr=lr, floor=0.0, weight_decay=0.01)
+    groups = build_groups(model, lr=lr, floor=0.0, weight_decay=decay)
     optimizer = build_optimizer("AdamW", groups, Hyper())
     step = Step(
         FinetuneTrainer(),
@@ -120,3 +120,8 @@ def pi05() -> Tiny:
 @pytest.fixture(scope="session")
 def make_step():
     return training_step
+
+
+@pytest.fixture(scope="session")
+def tiny_of():
+    return Tiny

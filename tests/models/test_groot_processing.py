@@ -162,7 +162,9 @@ def test_official_files_win(name, build, sample, tmp_path):
     kwargs = {"image_target_size": [64, 64], "image_crop_size": [48, 48], "formalize_language": False}
     (tmp_path / "processor_config.json").write_text(json.dumps({"processor_kwargs": kwargs}))
     processing = build(official_folder=str(tmp_path), embodiment_tag="my_robot")
-    assert processing.observe(sample)["embodiment"] == 7
+    assert processing.observe(sample)["embodiment"] == processing.embodiment_of("") == 7
+    named = processing.observe({**sample, "embodiment": "my_robot"})
+    assert named["embodiment"] == processing.embodiment_of("my_robot")
     assert processing.transform == ImageTransform((64, 64), None, 0.75) and not processing.data.formalize_language
     with pytest.raises(UserError, match="my_robot"):
         build(official_folder=str(tmp_path), embodiment_tag="new_embodiment")

@@ -10,7 +10,7 @@ from vlaforge.data.errors import UserError
 from vlaforge.data.loader import build_loader
 from vlaforge.runtime import programs
 from vlaforge.runtime.checkpoint import formats
-from vlaforge.runtime.programs import Interleaved, options
+from vlaforge.runtime.programs import FinetuneTrainer, Interleaved, options
 from vlaforge.runtime.ranks import Ranks
 
 
@@ -81,3 +81,16 @@ def test_interleaved_checks_its_streams(runs):
     with pytest.raises(UserError, match="knows no data stream 'a'"):
         both.load_state_dict({"z": {}})
     assert Ranks().leads
+
+
+def test_the_embodiments_of_a_run_are_those_of_all_its_datasets(two_streams):
+    numbers = {"left": 3, "right": 7, "": 5}
+    dataset, held_out = (types.SimpleNamespace(embodiments=names) for names in (("left", "right"), ("",)))
+    processing = types.SimpleNamespace(embodiment_of=numbers.__getitem__)
+    setup = types.SimpleNamespace(processing=processing, dataset=dataset, held_out=None)
+    assert FinetuneTrainer().embodiments(setup) == {3, 7}
+    setup.held_out = held_out
+    assert FinetuneTrainer().embodiments(setup) == {3, 5, 7}
+    assert two_streams.TwoStreams().embodiments(setup) is None  # it has data of its own
+    setup.processing = object()
+    assert FinetuneTrainer().embodiments(setup) is None

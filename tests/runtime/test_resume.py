@@ -7,6 +7,10 @@ import torch
 
 from vlaforge.data.errors import UserError
 from vlaforge.runtime.checkpoint import formats, resumed
+from vlaforge.runtime.config import resolve
+from vlaforge.runtime.hooks import Hooks
+from vlaforge.runtime.setup import build_setup
+from vlaforge.runtime.trainer import Trainer
 
 TWELVE = ["--train-iters", "12"]
 
@@ -52,6 +56,28 @@ def test_resume_with_other_workers_plan_and_optimiser_code(runs):
     other = runs(*TWELVE, "--resume", "--num-workers", "1", "--without", "pack,optimizer,fuse", into="parted")
     for (step, loss, norm), (same, loss_, norm_) in zip(runs.losses(whole), runs.losses(other), strict=True):
         assert step == same and loss_ == pytest.approx(loss, rel=1e-4) and norm_ == pytest.approx(norm, rel=1e-3)
+
+
+def test_resume_with_all_embodiments_or_those_in_use(tmp_path):
+    """GR00T in bf16 with an average: the pass `embodiments` may come and go, and no bit of a checkpoint differs."""
+
+    def train(into, iters, *flags):
+        given = ["--model", "groot_n1_7", "--preset", "tiny", "--output-dir", str(tmp_path / into)]
+        given += ["--train-iters", str(iters), "--lr-decay-iters", "4", "--per-device-batch-size", "2"]
+        given += ["--num-workers", "0", "--eval-episodes", "none", "--dtype", "bfloat16", "--ema-decay", "0.9", *flags]
+        trainer = Trainer(build_setup(resolve(given)), Hooks())
+        trainer.train()
+        return trainer
+
+    without = ("--without", "embodiments")
+    whole = train("whole", 3, *without)
+    first, second = train("parted", 1), train("parted", 2, "--resume", *without)
+    third = train("parted", 3, "--resume")
+    assert "1 of 12 in use" in first.parts.plan.entry("embodiments").reason
+    assert [run.parts.plan.on("embodiments") for run in (whole, first, second, third)] == [False, True, False, True]
+    for group in ("model", "ema", "optim"):
+        a, b = formats.read(whole.checkpoint, group), formats.read(third.checkpoint, group)
+        assert set(a) == set(b) and [key for key in a if not torch.equal(a[key], b[key])] == [], group
 
 
 def test_no_stale_rows(runs):

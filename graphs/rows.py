@@ -1,0 +1,96 @@
+"""Parameters that hold some rows of a canonical table, and where the other rows are.
+
+A table by embodiment trains only in the rows that the data reads. `cut` leaves these as the parameter, under its old
+name, and keeps the others beside it: no parameter and no buffer, so neither the optimiser, a wrapper nor a state dict
+sees them. `model.state_dict()` and `load_state_dict()` speak of the whole table (hooks); what else is kept by parameter
+name goes through `whole` and `part`, by way of `graphs.packing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+ATTRIBUTE = "_forge_rows"
+
+Outside = Literal["zeros", "weights", "masters"]
+"""What the rows that do not train hold in a tensor by parameter name: zeros (a gradient, a moment), the weights (an
+average), or the weights as exactly as they are known (a master)."""
+
+
+@dataclass
+class Rows:
+    """A table's rows `used` (int64 [k]) are a parameter; the `others` (int64 [E - k]) hold `rest` [E - k, ...], in fp32
+    where `precision` left a master."""
+
+    used: Tensor
+    others: Tensor
+    rest: Tensor
+
+    def whole(self, value: Tensor, outside: Outside = "zeros") -> Tensor:
+        """The table [E, ...] of which `value` [k, ...] are the rows in use."""
+        table = value.new_zeros(len(self.used) + len(self.others), *value.shape[1:])
+        table[self.used.to(value.device)] = value
+        if outside != "zeros":
+            table[self.others.to(value.device)] = self.rest.to(value)
+        return table
+
+    def part(self, name: str, table: Tensor, outside: Outside = "zeros") -> Tensor:
+        """The rows in use of a `table` [E, ...]; the other rows of a master become the weights here.
+
+        ValueError where the other rows hold what would be lost: a moment that is not zero, or an average that is not
+        the weight itself: those embodiments were trained, or decayed.
+        """
+        others = table[self.others.to(table.device)]
+        if outside == "masters":
+            self.rest = others.to(self.rest)
+        elif not torch.equal(others, torch.zeros_like(others) if outside == "zeros" else self.rest.to(others)):
+            raise ValueError(
+                f"'{name}' has changed for embodiments that are not in the data; go on with --without embodiments"
+            )
+        return table[self.used.to(table.device)]
+
+
+def cut(holder: nn.Module, name: str, used: Sequence[int]) -> None:
+    """Leaves the rows `used` (ascending) of the parameter `name` of `holder` as the parameter; masters come along."""
+    table = holder.get_parameter(name)
+    master = getattr(table, "_master_fp32", None)
+    others = sorted(set(range(table.shape[0])) - set(used))
+    kept, left = (torch.tensor(rows, dtype=torch.int64, device=table.device) for rows in (used, others))
+    part = nn.Parameter(table.data[kept], requires_grad=table.requires_grad)
+    if master is not None:
+        part._master_fp32 = master[kept]
+    rows = Rows(kept, left, (table.data if master is None else master)[left])
+    setattr(holder, name, part)
+    if ATTRIBUTE not in holder.__dict__:
+        holder.__dict__[ATTRIBUTE] = {}
+        holder._register_state_dict_hook(_whole_hook)
+        holder.register_load_state_dict_pre_hook(_part_hook)
+    holder.__dict__[ATTRIBUTE][name] = rows
+
+
+def _whole_hook(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for name, rows in module.__dict__[ATTRIBUTE].items():
+        if prefix + name in state:
+            state[prefix + name] = rows.whole(state[prefix + name].detach(), "weights")
+
+
+def _part_hook(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, rows in module.__dict__[ATTRIBUTE].items():
+        table = state.get(prefix + name)
+        # A table of another size is left for `load_state_dict` to name.
+        if table is not None and len(table) == len(rows.used) + len(rows.others):
+            state[prefix + name] = rows.part(name, table, "masters")
+
+
+def cut_tables(model: nn.Module) -> dict[str, Rows]:
+    """Full name of each parameter of `model` that holds some rows of its table → which."""
+    return {
+        f"{prefix}.{name}" if prefix else name: rows
+        for prefix, module in model.named_modules()
+        for name, rows in module.__dict__.get(ATTRIBUTE, {}).items()
+    }
