@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -121,7 +123,9 @@ class Process:
         command = [str(Path(sys.executable).with_name("forge-run")), *SMALL, *argv]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("env", {})}
         options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-        self.process = subprocess.Popen(command, text=True, env=environment, **options)
+        # Tests that a shell runs in the background ignore Ctrl-C, and their children would inherit that.
+        listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        self.process = subprocess.Popen(command, text=True, env=environment, preexec_fn=listen, **options)
 
     def ended(self, timeout: float = 150) -> Ended:
         """Waits for it; kills it where it hangs, and lets the test fail."""
