@@ -122,10 +122,11 @@ class Process:
     def __init__(self, *argv: str, **options: Any):
         command = [str(Path(sys.executable).with_name("forge-run")), *SMALL, *argv]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("env", {})}
-        options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
         # Tests that a shell runs in the background ignore Ctrl-C, and their children would inherit that.
         listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-        self.process = subprocess.Popen(command, text=True, env=environment, preexec_fn=listen, **options)
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        options = {**pipes, "preexec_fn": listen, **options}
+        self.process = subprocess.Popen(command, text=True, env=environment, **options)
 
     def ended(self, timeout: float = 150) -> Ended:
         """Waits for it; kills it where it hangs, and lets the test fail."""
