@@ -17,25 +17,12 @@ from vlaforge.models import family
 from vlaforge.models.fastwam.config import ExpertConfig, ModelConfig
 from vlaforge.models.fastwam.golden import Golden
 from vlaforge.models.fastwam.model import Model
-from vlaforge.models.golden import Folder, subject
+from vlaforge.models.golden import subject
 from vlaforge.runtime.parity import compare, lower_with, table
 
 GOLDENS = Path(__file__).parents[1] / "golden"
 GOLDEN = GOLDENS / "fastwam"
 VARIANTS = ("uncond", "joint", "idm")
-
-
-@pytest.fixture(scope="module")
-def folder() -> Folder:
-    return Folder.read(GOLDEN)
-
-
-def small(variant: str, folder: Folder, **changes) -> Model:
-    """The golden's model with its weights, as another variant."""
-    golden = Golden(folder)
-    model = Model(replace(golden.config, variant=variant, **changes))
-    golden.load(model)
-    return model
 
 
 def gradients(model: Model, batch: Batch, draw) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -63,10 +50,10 @@ def test_every_recorded_quantity_is_the_official_one(lower):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_kernels_of_a_gpu_plan_compute_the_same(variant, folder):
+def test_the_kernels_of_a_gpu_plan_compute_the_same(variant, folder, small):
     """On a CPU they run their references, through the same table from block to kernel."""
     batch, draw = Golden(folder).inputs()
-    plain, lowered = small(variant, folder), small(variant, folder)
+    plain, lowered = small(variant), small(variant)
     contract = Model.contract(plain.config)
     plan = make_plan(lowered, contract, PlanOptions(device="h200", compile="off", batch_size=2, without=("pack",)))
     plan.lower(lowered)
@@ -102,21 +89,21 @@ def test_full_size_has_the_published_parameters():
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_what_no_loss_reads_may_be_left_out(variant, folder):
+def test_what_no_loss_reads_may_be_left_out(variant, folder, small):
     batch, draw = Golden(folder).inputs()
-    whole = gradients(small(variant, folder, skip_unused=False), batch, draw)
-    close(gradients(small(variant, folder), batch, draw), whole)
+    whole = gradients(small(variant, skip_unused=False), batch, draw)
+    close(gradients(small(variant), batch, draw), whole)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_cut_text_padding_is_attended_to_all_the_same(variant, folder):
+def test_cut_text_padding_is_attended_to_all_the_same(variant, folder, small):
     """Padded rows have one key; one row with its score raised by log n stands for n of them."""
     batch, draw = Golden(folder).inputs()
     batch["context"], batch["token_mask"] = (
         batch["context"][:1].expand(2, -1, -1),
         batch["token_mask"][:1].expand(2, -1),
     )
-    model = small(variant, folder)
+    model = small(variant)
     for kept in (4, 5):
         cut = Batch(batch, context=batch["context"][:, :kept])
         close(gradients(model, cut, draw), gradients(model, batch, draw))
@@ -127,10 +114,10 @@ def test_cut_text_padding_is_attended_to_all_the_same(variant, folder):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_padding_has_no_influence(variant, folder):
+def test_padding_has_no_influence(variant, folder, small):
     """Garbage in padded targets, in rows of text padding and in padded frames changes nothing, bit for bit."""
     batch, draw = Golden(folder).inputs()
-    model = small(variant, folder)
+    model = small(variant)
     clean = gradients(model, batch, draw)
     dirty = Batch(batch)
     dirty["actions"] = torch.where(batch["action_mask"], batch["actions"], 1e3)
@@ -143,9 +130,9 @@ def test_padding_has_no_influence(variant, folder):
     assert errors.terms["video_loss"].count == 2 and model.counts(batch)["video_loss"] == 2
 
 
-def test_a_sample_without_a_valid_target_adds_nothing_but_its_share_of_the_count(folder):
+def test_a_sample_without_a_valid_target_adds_nothing_but_its_share_of_the_count(folder, small):
     batch, draw = Golden(folder).inputs()
-    model = small("uncond", folder)
+    model = small("uncond")
     batch["action_mask"] = batch["action_mask"] & torch.tensor([True, False])[:, None, None]
     batch["frame_mask"] = batch["frame_mask"] & torch.tensor([True, False])[:, None]
     both = model.loss(batch, draw)
@@ -155,10 +142,10 @@ def test_a_sample_without_a_valid_target_adds_nothing_but_its_share_of_the_count
         assert (both.terms[name].count, one.terms[name].count) == (2, 1)
 
 
-def test_sampling_keeps_keys_instead_of_computing_them_again(folder):
+def test_sampling_keeps_keys_instead_of_computing_them_again(folder, small):
     """One joint step by the training forward, against the sampler's."""
     batch, draw = Golden(folder).inputs()
-    model = small("joint", folder)
+    model = small("joint")
     obs = Batch(batch, latents=batch["latents"][:, :, :1])
     actions, latents = model.sample(obs, draw, 1, video=True)
     noisy = torch.cat([obs["latents"], draw["video_noise"][:, :, 1:]], dim=2)
@@ -171,16 +158,16 @@ def test_sampling_keeps_keys_instead_of_computing_them_again(folder):
     assert torch.equal(latents[:, :, :1], obs["latents"])
 
 
-def test_idm_acts_on_the_video_that_it_imagined(folder):
+def test_idm_acts_on_the_video_that_it_imagined(folder, small):
     batch, draw = Golden(folder).inputs()
-    model = small("idm", folder)
+    model = small("idm")
     obs = Batch(batch, latents=batch["latents"][:, :, :1])
     actions, latents = model.sample(obs, draw, 3, video=True)
     assert torch.equal(model.act(obs, draw, 3), actions)
     other = Batch(draw, video_noise=draw["video_noise"].flip(0))
     moved, imagined = model.sample(obs, other, 3, video=True)
     assert not torch.allclose(imagined, latents) and not torch.allclose(moved, actions)
-    assert torch.equal(small("uncond", folder).act(obs, draw, 3), small("uncond", folder).act(obs, other, 3))
+    assert torch.equal(small("uncond").act(obs, draw, 3), small("uncond").act(obs, other, 3))
 
 
 # ---------------------------------------------------------------------------------------------------- contract

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,30 +14,14 @@ from vlaforge.models.convert import load_official
 from vlaforge.models.fastwam.convert import LAYOUTS, interpolate
 from vlaforge.models.fastwam.golden import Golden
 from vlaforge.models.fastwam.model import Model
-from vlaforge.models.golden import Folder
 from vlaforge.models.video.names import UMT5_LAYOUTS, vae22_layouts
 from vlaforge.runtime.checkpoint.weights import load_pretrained
 
 GOLDENS = Path(__file__).parents[1] / "golden"
-GOLDEN = GOLDENS / "fastwam"
-VARIANTS = ("uncond", "joint", "idm")
 
 
-@pytest.fixture(scope="module")
-def folder() -> Folder:
-    return Folder.read(GOLDEN)
-
-
-def small(variant: str, folder: Folder, **changes) -> Model:
-    """The golden's model with its weights, as another variant."""
-    golden = Golden(folder)
-    model = Model(replace(golden.config, variant=variant, **changes))
-    golden.load(model)
-    return model
-
-
-def test_release_and_lerobot_layouts_go_both_ways(folder):
-    model = small("uncond", folder)
+def test_release_and_lerobot_layouts_go_both_ways(folder, small):
+    model = small("uncond")
     ours = {name: value.detach() for name, value in model.state_dict().items()}
     for name, layout in LAYOUTS.items():
         official = layout.save(ours)
@@ -59,7 +42,7 @@ def test_older_lerobot_files_name_blocks_as_the_release_does(folder):
     assert account.layout == "lerobot" and len(account.loaded) == len(older)
 
 
-def test_the_released_pt_file_is_read_as_it_is(folder, tmp_path):
+def test_the_released_pt_file_is_read_as_it_is(folder, small, tmp_path):
     nested = {"mot": {}, "proprio_encoder": {}, "step": 7, "torch_dtype": "torch.bfloat16"}
     for name, value in folder.weights.items():
         part, rest = name.split(".", 1)
@@ -68,7 +51,7 @@ def test_the_released_pt_file_is_read_as_it_is(folder, tmp_path):
     model = Model(Golden(folder).config)
     account = load_pretrained(model, family("fastwam"), tmp_path / "libero_uncond_2cam224.pt")
     assert account.layout == "release" and not account.unused
-    weights = small("uncond", folder).state_dict()
+    weights = small("uncond").state_dict()
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 

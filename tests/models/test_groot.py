@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from ast import literal_eval
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from vlaforge.data.schema import make_draw
 from vlaforge.models import family
@@ -21,8 +19,6 @@ from vlaforge.runtime.parity import compare, table
 
 GOLDENS = Path(__file__).parents[1] / "golden"
 FAMILIES = ("groot_n1_6", "groot_n1_7")
-PREPROC = load_file(GOLDENS / "groot_n1_7" / "preproc.safetensors")
-CASES = json.loads((GOLDENS / "groot_n1_7" / "preproc.json").read_text())
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
