@@ -23,20 +23,29 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        # At once: a rank that stops within its first second has joined, and is not to be taken for one that has not.
+        if self._tell():
+            self._thread.start()
 
     def stop(self) -> None:
         self._ended.set()
-        self._thread.join(timeout=2 * BEAT_S)
+        if self._thread.is_alive():
+            self._thread.join(timeout=2 * BEAT_S)
 
     def _run(self) -> None:
         while not self._ended.wait(BEAT_S):
-            if self.step != self._shown:
-                self._shown, self._since = self.step, time.time()
-            try:
-                self.store.set(f"forge/beat/{self.rank}", f"{self.step} {self._since:.0f} {time.time():.0f}")
-            except Exception:
+            if not self._tell():
                 return
+
+    def _tell(self) -> bool:
+        """Writes one beat; False when the store has gone."""
+        if self.step != self._shown:
+            self._shown, self._since = self.step, time.time()
+        try:
+            self.store.set(f"forge/beat/{self.rank}", f"{self.step} {self._since:.0f} {time.time():.0f}")
+        except Exception:
+            return False
+        return True
 
     def first_of(self, event: str) -> bool:
         """Whether this is the first call for `event` among all ranks; True when the store has gone."""
