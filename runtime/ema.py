@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vlaforge.data.errors import UserError
-from vlaforge.runtime.optim.base import Leaf, Optimizer, as_sharded, for_leaf, local
+from vlaforge.runtime.optim.base import Leaf, Optimizer, as_sharded, average, for_leaf, local
 
 
 class Ema:
@@ -30,7 +30,6 @@ class Ema:
             raise UserError(f"--ema-decay is {decay}: it must be at least 0 and below 1.")
         self.decay = decay
         self.leaves = optimizer.leaves
-        self._weight = torch.tensor(1.0 - decay, device=optimizer.device)
         self._shadow = {leaf.name: leaf.weight.detach().to(torch.float32, copy=True) for leaf in optimizer.leaves}
         optimizer.ema = self
 
@@ -46,10 +45,7 @@ class Ema:
     @torch.no_grad()
     def update(self, leaves: Sequence[Leaf], ok: Tensor) -> None:
         """Moves the averages of `leaves` towards their weights, or not at all when `ok` is False."""
-        shadows = [self._shadow[leaf.name] for leaf in leaves]
-        weights = [leaf.weight.to(torch.float32) for leaf in leaves]
-        # one 0-dim weight a tensor: as a single scalar it would be read by the host
-        torch._foreach_lerp_(shadows, weights, [self._weight * ok] * len(shadows))
+        average([self._shadow[leaf.name] for leaf in leaves], [leaf.weight for leaf in leaves], self.decay, ok)
 
     def tensors(self) -> dict[str, Tensor]:
         """Average by parameter name, for a checkpoint."""

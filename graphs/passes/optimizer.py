@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from vlaforge.graphs.passes.base import Context, Decision, Pass, Site, StepParts, claim
+from vlaforge.kernels.native import compiler
 
 
 class Optimizer(Pass):
@@ -17,7 +18,9 @@ class Optimizer(Pass):
 
     def decide(self, model: nn.Module, context: Context) -> Decision:
         options = context.options
-        kernel = "one multi-tensor kernel" if options.device_kind.cuda else "torch's fused kernel"
+        kernel = "one multi-tensor kernel" if options.device_kind.cuda else "one native loop"
+        if not options.device_kind.cuda and compiler() is None:
+            kernel = "torch's fused kernel (no C compiler was found for ours)"
         return Decision(True, f"clip, guard and AdamW in {kernel}{', shard by shard' if options.sharded else ''}")
 
     def sites(self, model: nn.Module, context: Context) -> list[Site]:

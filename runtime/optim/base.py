@@ -122,6 +122,13 @@ class Ema(Protocol):
     def update(self, leaves: Sequence[Leaf], ok: Tensor) -> None: ...
 
 
+def average(shadows: list[Tensor], weights: Sequence[Tensor], decay: float, ok: Tensor) -> None:
+    """shadow ← shadow + (1 - decay)(weight - shadow) in fp32, or nothing when `ok` is False."""
+    share = torch.where(ok, torch.full_like(ok, 1.0 - decay, dtype=torch.float32), 0.0)
+    # one 0-dim weight a tensor: as a single scalar it would be read by the host
+    torch._foreach_lerp_(shadows, [weight.to(torch.float32) for weight in weights], [share] * len(shadows))
+
+
 @dataclass
 class Cohort:
     """Leaves of one group and dtype with the same history of updates, hence one step count between them."""

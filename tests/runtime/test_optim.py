@@ -245,14 +245,23 @@ def test_external_kernels_get_their_documented_arguments(monkeypatch):
 
 
 @pytest.mark.parametrize("low", [False, True])
-def test_multi_tensor_kernel_is_driven_right(monkeypatch, low):
-    """Its reference stands in for it here: the same trajectory, masters, rounding and average as the torch path."""
+@pytest.mark.parametrize("kernel", ["multi-tensor", "native"])
+def test_one_pass_kernels_are_driven_right(monkeypatch, low, kernel):
+    """The same trajectory, masters, rounding and average as with torch's fused kernel. The multi-tensor kernel's
+    reference stands in for it here."""
     from vlaforge.runtime.ema import Ema
-    from vlaforge.runtime.optim.forge import ForgeAdam
+    from vlaforge.runtime.optim import forge
 
+    if kernel == "native" and forge.native() is None:
+        pytest.skip("no C compiler")
     nets, averages = (Net(), Net()), []
-    for net, devices in zip(nets, (("cuda",), ("cpu",))):
-        monkeypatch.setattr(ForgeAdam, "devices", devices)
+    for net, fast in zip(nets, (False, True)):
+        monkeypatch.setattr(forge.ForgeAdam, "devices", ("cpu",) if fast and kernel == "multi-tensor" else ("cuda",))
+        if not fast:
+            monkeypatch.setattr(forge, "native", lambda: None)
+        elif kernel == "native":
+            monkeypatch.undo()
+            monkeypatch.setattr(forge.TorchFusedAdam, "__call__", lambda *_: pytest.fail("not the native loop"))
         for param in net.parameters() if low else ():
             param._master_fp32 = param.data.clone()
             param.data = param.data.to(torch.bfloat16)
@@ -267,6 +276,26 @@ def test_multi_tensor_kernel_is_driven_right(monkeypatch, low):
     for name, param in nets[0].named_parameters():
         torch.testing.assert_close(nets[1].get_parameter(name), param, **close)
         torch.testing.assert_close(averages[1].tensors()[name], averages[0].tensors()[name], **close)
+
+
+def test_layouts_and_dtypes_that_the_native_loop_does_not_take(caplog):
+    """A gradient laid out otherwise is brought into line; fp16 and weights without masters go to torch's kernel."""
+    ours, theirs = Net(), Net()
+    optimizers = [
+        build_optimizer(name, groups_of(net), HYPER) for name, net in (("ForgeAdamW", ours), ("AdamW", theirs))
+    ]
+    for net, optimizer in zip((ours, theirs), optimizers):
+        backward(net, 0)
+        grad = net.head.weight.grad
+        net.head.weight.grad = torch.empty_like(grad.T, memory_format=torch.contiguous_format).copy_(grad.T).T
+        optimizer.step(torch.tensor([1e-2], dtype=torch.float64), ONE, OK)
+    torch.testing.assert_close(ours.head.weight, theirs.head.weight, rtol=2e-6, atol=1e-7)
+    for dtype, masters in ((torch.float16, True), (torch.bfloat16, False)):
+        net = Net().to(dtype)
+        optimizer = build_optimizer("ForgeAdamW", groups_of(net), HYPER, master_weights=masters)
+        before = net.head.weight.detach().clone()
+        run(net, optimizer, 1e-2, 2)
+        assert not torch.equal(net.head.weight, before)
 
 
 def test_unknown_optimiser_names_the_nearest():

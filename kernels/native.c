@@ -1,0 +1,126 @@
+/* Loops over many tensors at once on a CPU: what kernels/adamw.py and kernels/square_sums.py do on a GPU.
+
+   Tensors are flat. Low precision is bf16, read and written as its 16 bits. Work is dealt out to threads in chunks, in
+   the same pieces whatever their number, so results do not depend on it. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define CHUNK 65536
+#define LANES 64
+
+static inline float widen(uint16_t half) {
+    uint32_t bits = (uint32_t)half << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+/* To the nearest, ties to even; what is undefined stays so. */
+static inline uint16_t narrow(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0 : (uint16_t)rounded;
+}
+
+typedef struct {
+    float scale, rate, inverse_root, keep, beta1, beta2, eps, ema_rate;
+} Constants;
+
+/* One chunk. The gradient is `grad` (fp32) or, where that is null, `low` (bf16); `param` and `ema` may be null. */
+static inline void update(
+    int64_t count, float *restrict w, const float *restrict grad, const uint16_t *restrict low, float *restrict m,
+    float *restrict v, uint16_t *restrict param, float *restrict ema, Constants c
+) {
+    for (int64_t i = 0; i < count; i++) {
+        float g = (grad ? grad[i] : widen(low[i])) * c.scale;
+        float new_m = m[i] + (1.0f - c.beta1) * (g - m[i]);
+        float new_v = c.beta2 * v[i] + (1.0f - c.beta2) * (g * g);
+        float new_w = w[i] * c.keep - c.rate * new_m / (sqrtf(new_v) * c.inverse_root + c.eps);
+        m[i] = new_m;
+        v[i] = new_v;
+        w[i] = new_w;
+        if (param) param[i] = narrow(new_w);
+        if (ema) ema[i] += c.ema_rate * (new_w - ema[i]);
+    }
+}
+
+/* The tests of `update` on what is absent are the same for a whole chunk: a loop without them for each kind. */
+static void dispatch(
+    int64_t count, float *w, const float *grad, const uint16_t *low, float *m, float *v, uint16_t *param, float *ema,
+    Constants c
+) {
+    if (low && param && !ema) update(count, w, 0, low, m, v, param, 0, c);
+    else if (low && param) update(count, w, 0, low, m, v, param, ema, c);
+    else if (!low && !param && !ema) update(count, w, grad, 0, m, v, 0, 0, c);
+    else if (!low && !param) update(count, w, grad, 0, m, v, 0, ema, c);
+    else update(count, w, grad, low, m, v, param, ema, c);
+}
+
+#define AT(list, kind, tensor, start) ((list)[tensor] ? (kind *)(list)[tensor] + (start) : 0)
+
+/* AdamW of `tensors` tensors; grads[i] is bf16 where is_low[i]. params[i] and ema[i] may be null. */
+void vlaforge_adamw(
+    int64_t tensors, const int64_t *numel, void **weights, void **grads, const uint8_t *is_low, void **exp_avgs,
+    void **exp_avg_sqs, void **params, void **ema, const float *constants, int threads
+) {
+    Constants c;
+    memcpy(&c, constants, sizeof c);
+#pragma omp parallel for schedule(static, 1) num_threads(threads)
+    for (int lane = 0; lane < threads; lane++) {
+        int64_t chunk = 0;
+        for (int64_t t = 0; t < tensors; t++)
+            for (int64_t start = 0; start < numel[t]; start += CHUNK, chunk++) {
+                if (chunk % threads != lane) continue;
+                int64_t count = numel[t] - start < CHUNK ? numel[t] - start : CHUNK;
+                const float *grad = is_low[t] ? 0 : AT(grads, float, t, start);
+                const uint16_t *low = is_low[t] ? AT(grads, uint16_t, t, start) : 0;
+                dispatch(
+                    count, AT(weights, float, t, start), grad, low, AT(exp_avgs, float, t, start),
+                    AT(exp_avg_sqs, float, t, start), AT(params, uint16_t, t, start), AT(ema, float, t, start), c
+                );
+            }
+    }
+}
+
+static float squares(int64_t count, const float *restrict wide, const uint16_t *restrict low) {
+    float lanes[LANES] = {0};
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES)
+        for (int lane = 0; lane < LANES; lane++) {
+            float x = low ? widen(low[i + lane]) : wide[i + lane];
+            lanes[lane] += x * x;
+        }
+    for (; i < count; i++) {
+        float x = low ? widen(low[i]) : wide[i];
+        lanes[i % LANES] += x * x;
+    }
+    for (int width = LANES / 2; width; width /= 2)
+        for (int lane = 0; lane < width; lane++) lanes[lane] += lanes[lane + width];
+    return lanes[0];
+}
+
+/* out[i] = sum of x^2 of tensor i; `partial` has room for every chunk. */
+void vlaforge_square_sums(
+    int64_t tensors, const int64_t *numel, void **values, const uint8_t *is_low, float *out, float *partial, int threads
+) {
+#pragma omp parallel for schedule(static, 1) num_threads(threads)
+    for (int lane = 0; lane < threads; lane++) {
+        int64_t chunk = 0;
+        for (int64_t t = 0; t < tensors; t++)
+            for (int64_t start = 0; start < numel[t]; start += CHUNK, chunk++) {
+                if (chunk % threads != lane) continue;
+                int64_t count = numel[t] - start < CHUNK ? numel[t] - start : CHUNK;
+                partial[chunk] = is_low[t] ? squares(count, 0, AT(values, uint16_t, t, start))
+                                           : squares(count, AT(values, float, t, start), 0);
+            }
+    }
+    int64_t chunk = 0;
+    for (int64_t t = 0; t < tensors; t++) {
+        double total = 0;
+        for (int64_t start = 0; start < numel[t]; start += CHUNK) total += partial[chunk++];
+        out[t] = (float)total;
+    }
+}

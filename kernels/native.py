@@ -1,0 +1,189 @@
+"""AdamW and sums of squares over many tensors on a CPU, in one pass over memory: `native.c`, compiled where it runs.
+
+torch's fused AdamW takes gradients of the weights' dtype and knows no low-precision copies: beside fp32 masters the
+gradients are widened to memory and the masters rounded in passes of their own, 40 bytes a weight rather than 28. A
+compiled loop over all tensors takes `torch.compile` minutes. So this is C, built once by the machine's compiler for the
+machine's processor and kept in a cache; where there is no compiler, callers go on with torch's kernel and say so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_suffix(".c")
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+VECTORS = ("-mprefer-vector-width=512",)
+"""Only where the compiler knows it."""
+CHUNK = 65536
+"""As in `native.c`."""
+
+
+class NotBuilt(RuntimeError):
+    """The library cannot be had here: no compiler, or it failed. The message says which."""
+
+
+def compiler() -> list[str] | None:
+    """The C compiler and its first arguments: ``$CC``, else the first of cc, gcc and clang; None when there is none."""
+    given = shlex.split(os.environ.get("CC", ""))
+    for command in [given] if given else [["cc"], ["gcc"], ["clang"]]:
+        if shutil.which(command[0]):
+            return command
+    return None
+
+
+class Native:
+    """The loops of `native.c`, on flat CPU tensors of fp32 and bf16.
+
+    Args:
+        folder: where compiled libraries are kept, one for each source, compiler and processor.
+
+    Raises NotBuilt.
+    """
+
+    def __init__(self, folder: Path):
+        library = ctypes.CDLL(str(_built(folder)))
+        self._adamw, self._square_sums = library.vlaforge_adamw, library.vlaforge_square_sums
+        self._adamw.restype = self._square_sums.restype = None
+
+    def adamw(
+        self,
+        weights: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        exp_avgs: Sequence[Tensor],
+        exp_avg_sqs: Sequence[Tensor],
+        params: Sequence[Tensor],
+        ema: Sequence[Tensor],
+        *,
+        lr: float,
+        step: int,
+        scale: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        ema_decay: float,
+    ) -> None:
+        """`kernels.adamw.reference` in place, without its guard. Weights, moments and averages are fp32, gradients fp32
+        or bf16, params bf16; `params` and `ema` may be empty. The i-th tensors all have one layout (`fits`)."""
+        constants = (
+            scale,
+            lr / (1 - beta1**step),
+            (1 - beta2**step) ** -0.5,
+            1 - lr * weight_decay,
+            beta1,
+            beta2,
+            eps,
+            1 - ema_decay,
+        )
+        absent = (ctypes.c_void_p * len(weights))()
+        self._adamw(
+            ctypes.c_int64(len(weights)),
+            _sizes(weights),
+            _addresses(weights),
+            _addresses(grads),
+            _low(grads),
+            _addresses(exp_avgs),
+            _addresses(exp_avg_sqs),
+            _addresses(params) if params else absent,
+            _addresses(ema) if ema else absent,
+            (ctypes.c_float * len(constants))(*constants),
+            torch.get_num_threads(),
+        )
+
+    def square_sums(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Σ x² of each dense fp32 or bf16 tensor: fp32 [n]. Sums run in fp32, those of chunks in fp64."""
+        out = torch.empty(len(tensors), dtype=torch.float32)
+        partial = torch.empty(sum(-(-x.numel() // CHUNK) for x in tensors), dtype=torch.float32)
+        self._square_sums(
+            ctypes.c_int64(len(tensors)),
+            _sizes(tensors),
+            _addresses(tensors),
+            _low(tensors),
+            ctypes.c_void_p(out.data_ptr()),
+            ctypes.c_void_p(partial.data_ptr()),
+            torch.get_num_threads(),
+        )
+        return out
+
+
+def readable(tensor: Tensor) -> bool:
+    """Whether `square_sums` takes it: fp32 or bf16 on a CPU, filling one piece of memory in some order of its axes."""
+    return tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.bfloat16) and _dense(tensor)
+
+
+def fits(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, param: Tensor, ema: Tensor) -> bool:
+    """Whether one place of `adamw`'s lists can be updated: one layout in memory, and dtypes that it takes. Give the
+    weight again for a `param` or `ema` that there is not."""
+    rest = (grad, exp_avg, exp_avg_sq, param, ema)
+    alike = weight.is_contiguous() and all(x.is_contiguous() for x in rest)
+    alike = alike or all(x.stride() == weight.stride() for x in rest)
+    wide = all(x.dtype == torch.float32 for x in (weight, exp_avg, exp_avg_sq, ema))
+    return alike and wide and (param is weight or param.dtype == torch.bfloat16) and readable(weight) and readable(grad)
+
+
+def _dense(tensor: Tensor) -> bool:
+    if tensor.is_contiguous():
+        return True
+    filled = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size > 1):
+        if stride != filled:
+            return False
+        filled *= size
+    return True
+
+
+def _sizes(tensors: Sequence[Tensor]) -> ctypes.Array:
+    return (ctypes.c_int64 * len(tensors))(*(tensor.numel() for tensor in tensors))
+
+
+def _addresses(tensors: Sequence[Tensor]) -> ctypes.Array:
+    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+
+
+def _low(tensors: Sequence[Tensor]) -> ctypes.Array:
+    return (ctypes.c_uint8 * len(tensors))(*(tensor.dtype == torch.bfloat16 for tensor in tensors))
+
+
+@cache
+def _built(folder: Path) -> Path:
+    """The library's file, compiled when it is not there. Raises NotBuilt."""
+    command = compiler()
+    if command is None:
+        raise NotBuilt("no C compiler was found (cc, gcc or clang; $CC names another)")
+    key = hashlib.sha256("\0".join([SOURCE.read_text(), *FLAGS, *VECTORS, *command, _processor()]).encode())
+    target = folder / f"native-{key.hexdigest()[:16]}.so"
+    if target.is_file():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        made = Path(scratch) / target.name
+        # OpenMP and wide vectors are not on every machine: from the best down to what must work.
+        for extras in (("-fopenmp", *VECTORS), ("-fopenmp",), ()):
+            line = [*command, *FLAGS, *extras, str(SOURCE), "-o", str(made), "-lm"]
+            run = subprocess.run(line, capture_output=True, text=True)
+            if run.returncode == 0:
+                os.replace(made, target)
+                return target
+    said = run.stderr.strip().splitlines()
+    raise NotBuilt(f"{command[0]} could not compile it: {said[-1] if said else f'exit code {run.returncode}'}")
+
+
+def _processor() -> str:
+    """What of the machine decides the code: a cache may be shared by machines that differ."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    told = [line for line in lines if line.startswith(("model name", "flags", "Features"))]
+    return f"{platform.machine()} {platform.processor()} {' '.join(sorted(set(told)))}"
