@@ -79,7 +79,7 @@ def launch(args: TrainingArgs, argv: Sequence[str]) -> int:
         logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=dict.fromkeys(range(1, args.nproc), Std.ALL)),
     )
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // args.nproc)))
-    command = [sys.executable, "-m", "vlaforge.runtime.commands.run", *argv]
+    command = [sys.executable, "-m", "vlaforge.runtime.commands.start", *argv]
     try:
         elastic_launch(config, command[0])(*command[1:])
         return 0

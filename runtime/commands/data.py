@@ -60,9 +60,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f"'{error.filename}': " if error.filename else ""
         print(f"forge-data: {where}{error.strerror or error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("forge-data: interrupted", file=sys.stderr)
-        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -211,7 +208,3 @@ def _convert(args: argparse.Namespace) -> int:
     convert(path, args.output, how)
     print(f"written to {args.output}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

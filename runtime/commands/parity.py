@@ -61,7 +61,3 @@ def _lower(args: argparse.Namespace) -> Lower | None:
     if not (args.lower or args.compile or args.fuel is not None or any(names.values())):
         return None
     return lower_with(compile="on" if args.compile else "off", fuel=args.fuel, **names)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

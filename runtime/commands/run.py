@@ -59,9 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"forge-run: {sentence}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("forge-run: interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:  # `forge-run ... --plan | head`: who reads has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -246,7 +243,3 @@ def set_aside(folder: Path) -> Path | None:
     for path in left:
         path.rename(target / path.name)
     return target
-
-
-if __name__ == "__main__":
-    sys.exit(main())

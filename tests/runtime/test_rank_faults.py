@@ -45,7 +45,7 @@ class Job:
 
     def __init__(self, folder: Path, *flags: str):
         self.folder = folder
-        command = [sys.executable, "-m", "vlaforge.runtime.commands.run", *FLAGS, "--output-dir", str(folder), *flags]
+        command = [sys.executable, "-m", "vlaforge.runtime.commands.start", *FLAGS, "--output-dir", str(folder), *flags]
         self.pids: set[int] = set()
         self.log = folder.with_suffix(".log").open("w+")
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
