@@ -197,9 +197,10 @@ def step_cost(
     twin = on_meta(model)
     plan = make_plan(twin, contract, options)
     compiled = frozenset(group.path for group in twin.blocks()) if plan.on("compile_blocks") else frozenset()
-    for entry in plan.entries:
-        if entry.state == "on" and entry.rule.stage == "module" and entry.name not in NOT_ON_META:
-            entry.rule.apply(twin, entry.sites, plan.context)
+    with torch.device("meta"):
+        for entry in plan.entries:
+            if entry.state == "on" and entry.rule.stage == "module" and entry.name not in NOT_ON_META:
+                entry.rule.apply(twin, entry.sites, plan.context)
     batch, draw = meta_inputs(contract, options.batch_size, sizes if plan.on("trim_tokens") else None)
     cost = count_step(twin, batch, draw, options)
     cost.compiled, cost.captured = compiled, plan.on("graph_step")

@@ -1,9 +1,10 @@
 """Parameters that hold some rows of a canonical table, and where the other rows are.
 
 A table by embodiment trains only in the rows that the data reads. `cut` leaves these as the parameter, under its old
-name, and keeps the others beside it: no parameter and no buffer, so neither the optimiser, a wrapper nor a state dict
-sees them. `model.state_dict()` and `load_state_dict()` speak of the whole table (hooks); what else is kept by parameter
-name goes through `whole` and `part`, by way of `graphs.packing`.
+name, and keeps the others beside it on the host: no parameter and no buffer, so neither the optimiser, a wrapper nor a
+state dict sees them. `model.state_dict()` and `load_state_dict()` speak of the whole table (hooks); what else is kept
+by parameter name goes through `whole` and `part`, by way of `graphs.packing`. What is sharded stays sharded there, and
+all ranks call together.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 ATTRIBUTE = "_forge_rows"
 
@@ -25,15 +27,21 @@ average), or the weights as exactly as they are known (a master)."""
 @dataclass
 class Rows:
     """A table's rows `used` (int64 [k]) are a parameter; the `others` (int64 [E - k]) hold `rest` [E - k, ...], in fp32
-    where `precision` left a master."""
+    where `precision` left a master. All are on the host; `rest` is on the meta device as long as the table was."""
 
     used: Tensor
     others: Tensor
     rest: Tensor
 
+    def shape(self, value: Tensor) -> tuple[int, ...]:
+        """Of the table of which `value` [k, ...] are the rows in use."""
+        return len(self.used) + len(self.others), *value.shape[1:]
+
     def whole(self, value: Tensor, outside: Outside = "zeros") -> Tensor:
         """The table [E, ...] of which `value` [k, ...] are the rows in use."""
-        table = value.new_zeros(len(self.used) + len(self.others), *value.shape[1:])
+        if isinstance(value, DTensor):
+            return _sharded(self.whole(value.full_tensor(), outside), value)
+        table = value.new_zeros(self.shape(value))
         table[self.used.to(value.device)] = value
         if outside != "zeros":
             table[self.others.to(value.device)] = self.rest.to(value)
@@ -45,9 +53,11 @@ class Rows:
         ValueError where the other rows hold what would be lost: a moment that is not zero, or an average that is not
         the weight itself: those embodiments were trained, or decayed.
         """
+        if isinstance(table, DTensor):
+            return _sharded(self.part(name, table.full_tensor(), outside), table)
         others = table[self.others.to(table.device)]
         if outside == "masters":
-            self.rest = others.to(self.rest)
+            self.rest = others.to("cpu", self.rest.dtype)
         elif not torch.equal(others, torch.zeros_like(others) if outside == "zeros" else self.rest.to(others)):
             raise ValueError(
                 f"'{name}' has changed for embodiments that are not in the data; go on with --without embodiments"
@@ -55,16 +65,26 @@ class Rows:
         return table[self.used.to(table.device)]
 
 
+def _sharded(value: Tensor, like: DTensor) -> DTensor:
+    """`value`, which every rank has whole, spread as `like` is; the rest of it is let go."""
+    shard = distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+    return DTensor.from_local(
+        shard.to_local().clone(), like.device_mesh, like.placements, run_check=False, shape=value.shape,
+        stride=value.stride(),
+    )  # fmt: skip
+
+
 def cut(holder: nn.Module, name: str, used: Sequence[int]) -> None:
     """Leaves the rows `used` (ascending) of the parameter `name` of `holder` as the parameter; masters come along."""
     table = holder.get_parameter(name)
     master = getattr(table, "_master_fp32", None)
     others = sorted(set(range(table.shape[0])) - set(used))
-    kept, left = (torch.tensor(rows, dtype=torch.int64, device=table.device) for rows in (used, others))
+    kept, left = (torch.tensor(rows, dtype=torch.int64, device="cpu") for rows in (used, others))
     part = nn.Parameter(table.data[kept], requires_grad=table.requires_grad)
     if master is not None:
         part._master_fp32 = master[kept]
-    rows = Rows(kept, left, (table.data if master is None else master)[left])
+    rest = (table.data if master is None else master)[left]
+    rows = Rows(kept, left, rest if rest.is_meta else rest.cpu())
     setattr(holder, name, part)
     if ATTRIBUTE not in holder.__dict__:
         holder.__dict__[ATTRIBUTE] = {}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vlaforge.data.errors import UserError
+from vlaforge.graphs.packing import split
 from vlaforge.runtime.args import TrainingArgs
 from vlaforge.runtime.checkpoint.tensors import TensorFiles
 from vlaforge.runtime.lora import INITS, LoraConfig, adapted, fingerprint, inject
@@ -140,7 +141,8 @@ def attach(model: nn.Module, args: TrainingArgs, found: Path | None, note: Calla
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     """What an adapter file holds: adapters and everything else that trains, under peft's names."""
     inside = adapted(model)
-    named = ((_peft_name(canonical(name), inside), p.detach()) for name, p in _kept(model))
+    kept = split(model, {canonical(name): p.detach() for name, p in _kept(model)}, "weights")
+    named = ((_peft_name(name, inside), value) for name, value in kept.items())
     return {PREFIX + name: _as_stored(name, value) for name, value in named}
 
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from vlaforge.data.errors import UserError
+from vlaforge.graphs.rows import cut_tables
 from vlaforge.models import Family
 from vlaforge.models.convert import Account, detect
 from vlaforge.runtime.args import TrainingArgs
@@ -74,10 +75,11 @@ def fill(
     if new:
         raise UserError("--init-on-meta reads all weights from files; --new-modules would leave some without values.")
     parameters = {canonical(name): value for name, value in (*model.named_parameters(), *_kept_buffers(model))}
+    tables = {canonical(name): rows for name, rows in cut_tables(model).items()}
     layout = own_layout()
     if found is None and not set(parameters) & set(stored):
         layout = detect(family.part("convert").LAYOUTS, list(stored))
-    shapes = {name: value.shape for name, value in parameters.items()}
+    shapes = {name: tables[name].shape(p) if name in tables else p.shape for name, p in parameters.items()}
     _, account = layout.load(_shapes(stored), shapes)
     with torch.no_grad():
         for official in stored:
@@ -85,7 +87,10 @@ def fill(
             if place is None or place[0] not in parameters or place[0] not in account.loaded:
                 continue
             target, rule = parameters[place[0]], place[1]
-            if rule.load is None and not rule.reshape:
+            if place[0] in tables:
+                table = rule.to_ours(stored[official], shapes[place[0]])
+                part = _cut(tables[place[0]].part(place[0], table, "masters"), target)
+            elif rule.load is None and not rule.reshape:
                 part = _rows(stored, official, target)
             else:
                 part = _cut(rule.to_ours(stored[official], target.shape), target)
@@ -95,10 +100,12 @@ def fill(
     return account
 
 
-def _kept_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+def _kept_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Buffers that checkpoints hold."""
-    state = model.state_dict()
-    return [(name, buffer) for name, buffer in model.named_buffers() if name in state]
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
 
 
 def _shapes(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlaforge.data.schema import Batch, Contract, Draw, DrawSpec, Field, Trim
-from vlaforge.models.action.embodiment import EmbodimentLinear
+from vlaforge.models.action.embodiment import ByEmbodiment, EmbodimentLinear
 from vlaforge.models.action.flow import FlowMix
 from vlaforge.models.base import BlockGroup, EmbodiedModel, Losses
 from vlaforge.models.blocks.attention import merge_heads
@@ -56,8 +56,10 @@ class PolicyBlock(nn.Module):
         return x_BTD + self.drop2(self.fc2(hidden), seed_B)
 
 
-class Policy(nn.Module):
+class Policy(ByEmbodiment):
     """Soft-prompted transformer over [action tokens | text and view 0 | other views | soft prompts]."""
+
+    tables = ("soft_prompts",)
 
     def __init__(self, config: ModelConfig, salts: count):
         super().__init__()
@@ -96,7 +98,7 @@ class Policy(nn.Module):
             text, views = self.vlm_proj(text), self.aux_visual_proj(views)
         x_BTD = torch.cat([actions, text, views], dim=1)
         x_BTD = x_BTD + self.positions[: x_BTD.shape[1]]
-        x_BTD = torch.cat([x_BTD, self.soft_prompts.index_select(0, domain_B)], dim=1)
+        x_BTD = torch.cat([x_BTD, self.soft_prompts.index_select(0, self.row(domain_B))], dim=1)
         for block in self.blocks:
             x_BTD = block(x_BTD, seed_B)
         return self.action_decoder(self.norm(x_BTD[:, :h]).to(weight_dtype), domain_B)

@@ -7,11 +7,15 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from vlaforge.data.errors import UserError
 from vlaforge.graphs.packing import join, split
 from vlaforge.graphs.rows import cut_tables
-from vlaforge.models.action.embodiment import EmbodimentLinear
+from vlaforge.models.action.embodiment import ByEmbodiment
 from vlaforge.runtime.checkpoint.state import by_key
 from vlaforge.runtime.ema import Ema
 from vlaforge.runtime.optim import Group, fading
@@ -48,7 +52,9 @@ def alone(tiny, model, **options):
 
 
 def tables(model):
-    return {name: m for name, m in model.named_modules() if isinstance(m, EmbodimentLinear)}
+    """Every parameter by embodiment."""
+    modules = ((name, m) for name, m in model.named_modules() if isinstance(m, ByEmbodiment))
+    return {f"{name}.{leaf}": m.get_parameter(leaf) for name, m in modules for leaf in m.tables}
 
 
 def moments(trained):
@@ -67,8 +73,9 @@ def pair(family):
 def test_losses_weights_and_moments_are_the_same(family, pair):
     whole, sliced = pair
     assert sliced.plan.on("embodiments") and sliced.losses == whole.losses
-    rows = {len(layer.table) for layer in tables(sliced.model).values()}
-    assert rows == {len(USED)} and cut_tables(sliced.model)
+    assert {len(table) for table in tables(sliced.model).values()} == {len(USED)}
+    assert set(cut_tables(sliced.model)) == set(tables(sliced.model))
+    assert family.name != "xvla" or "policy.soft_prompts" in tables(sliced.model)
     got, want = sliced.model.state_dict(), whole.model.state_dict()
     assert list(got) == list(want) and all(torch.equal(got[name], want[name]) for name in want)
     got, want = moments(sliced), moments(whole)
@@ -140,9 +147,30 @@ def test_bf16_keeps_exact_masters_and_averages(family):
     assert torch.equal(rows.rest, other.get_parameter(name)[rows.others])
 
 
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_state_dicts_of_shards_are_whole_tables(family, one_rank):
+    """Sharded values come out, the plain model's, and go into a model that has other ones."""
+    plain, model, other = family.model(), family.model(), family.model(seed=3)
+    for sliced in (model, other):
+        alone(family, sliced, strategy="fsdp").lower(sliced)
+        fully_shard(sliced, mesh=one_rank)
+    state, want = model.state_dict(), plain.state_dict()
+    assert list(state) == list(want) and all(isinstance(state[name], DTensor) for name in cut_tables(model))
+    other.load_state_dict(state)
+    for found in (state, other.state_dict()):
+        whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()}
+        assert all(torch.equal(whole[name], value) for name, value in want.items())
+
+
 def test_the_plan_says_what_and_why_not(family):
     model = family.model()
-    count, total = len(USED), len(next(iter(tables(model).values())).table)
+    count, total = len(USED), len(next(iter(tables(model).values())))
 
     def entry(*names, **options):
         return planned(family, model, *names, **options).entry("embodiments")
@@ -150,6 +178,8 @@ def test_the_plan_says_what_and_why_not(family):
     on = entry()
     assert (on.state, on.numerics) == ("on", "reorder") and f"{count} of {total} in use" in on.reason
     assert "embodiments" in planned(family, model).text()
+    for options in ({"strategy": "zero1"}, {"strategy": "fsdp"}, {"adapters": True}):
+        assert entry(**options).state == "on"
     asked = entry("embodiments", fading={"base": 1e-6})
     assert (asked.state, asked.numerics) == ("on", "approx") and "no longer decays (1e-06 a step)" in asked.reason
     for why, options in {
@@ -157,8 +187,6 @@ def test_the_plan_says_what_and_why_not(family):
         "on request: --with": {"fading": {}},
         "not known": {"embodiments": frozenset()},
         f"all {total}": {"embodiments": frozenset(range(total))},
-        "sharded": {"strategy": "zero1"},
-        "adapters": {"adapters": True},
         "no weights": {"frozen": frozenset(name for name, _ in model.named_parameters())},
     }.items():
         found = entry(**options)
