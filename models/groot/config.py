@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vlaforge.data import schema
@@ -56,6 +57,24 @@ class GrootConfig:
     tune_diffusion_model: bool = True
     tune_vlln: bool = True
 
+    def __post_init__(self) -> None:
+        text = self.text  # the family's
+        if self.select_layer != text.layers:
+            raise UserError(
+                f"model.select_layer is {self.select_layer} and model.text.layers is {text.layers}: the language model "
+                f"has the layers up to the selected one, so set both alike."
+            )
+        if not self.tune_llm and self.tune_top_llm_layers > text.layers:
+            raise UserError(
+                f"model.tune_top_llm_layers is {self.tune_top_llm_layers}; it must be at most model.text.layers, "
+                f"{text.layers}."
+            )
+        if text.mrope is not None and sum(text.mrope) != text.head_dim // 2:
+            raise UserError(
+                f"model.text.mrope is {list(text.mrope)}: time, row and column must sum to half of "
+                f"model.text.head_dim, {text.head_dim // 2}."
+            )
+
     @property
     def frame(self) -> tuple[int, int]:
         """(height, width) of images in the model."""
@@ -84,6 +103,16 @@ class GrootConfig:
         )
 
 
+def check_layers(name: str, numbers: Sequence[int], layers: int) -> None:
+    """UserError unless `numbers`, of setting ``model.<name>``, are different layers of a tower with `layers`."""
+    if len(set(numbers)) != len(numbers) or any(not 0 <= number < layers for number in numbers):
+        tower = name.rpartition(".")[0]
+        raise UserError(
+            f"model.{name} is {list(numbers)}: they must be different numbers from 0 to {layers - 1}, as "
+            f"model.{tower}.layers is {layers}."
+        )
+
+
 @dataclass(frozen=True)
 class GrootDataConfig(schema.DataConfig):
     """Args:
@@ -100,10 +129,14 @@ class GrootDataConfig(schema.DataConfig):
     shortest_image_edge: side that a frame is resized to before the crop; None: the model's image size (processor_config
         wins).
     crop_fraction: side of the centre crop, before the last resize; None: no crop (processor_config wins).
-    image_augment: in training, a random crop instead of the centre one, and `color_jitter`; the same for all views of a
-        sample, drawn from its own generator.
+    image_augment: in training, a random crop instead of the centre one, `random_rotation_angle` and `color_jitter`; the
+        same for all views of a sample, drawn from its own generator.
+    random_rotation_angle: images are turned by up to as many degrees, either way (processor_config wins).
     color_jitter: widths of brightness, contrast, saturation and hue (processor_config wins).
-    clip: normalised states and actions are clamped to [-1, 1].
+    clip: normalised states and actions are clamped to [-1, 1]. As officially, states by mean and deviation are not, nor
+        are such actions on their way back to robot units.
+    sin_cos_embedding_keys: state parts (of ``meta/modality.json``) that the model sees as sines, then cosines, of their
+        values in radians, in place of normalised ones (processor_config wins).
     action_steps: steps that are learned of the model's horizon; None: all.
     pad_steps: ``mask`` leaves steps beyond the episode's end out of the loss, ``train`` counts them.
     """
@@ -118,8 +151,10 @@ class GrootDataConfig(schema.DataConfig):
     shortest_image_edge: int | None = None
     crop_fraction: float | None = None
     image_augment: bool = False
+    random_rotation_angle: float = ranged(0.0, low=0, high=180)
     color_jitter: tuple[float, ...] = (0.3, 0.4, 0.5, 0.08)
     clip: bool = True
+    sin_cos_embedding_keys: tuple[str, ...] = ()
     action_steps: int | None = None
     pad_steps: str = "mask"
 

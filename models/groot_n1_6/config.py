@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from vlaforge.data.ranges import ranged
-from vlaforge.models.groot.config import GrootConfig, GrootDataConfig
+from vlaforge.models.groot.config import GrootConfig, GrootDataConfig, check_layers
 from vlaforge.models.towers.qwen3 import Qwen3Config
 from vlaforge.models.towers.siglip2 import Siglip2Config
 
@@ -28,6 +28,10 @@ class ModelConfig(GrootConfig):
     action_horizon: int = 50
     tune_top_llm_layers: int = ranged(4, low=0)
     image_token: int = 151669
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_layers("vision.full_layers", self.vision.full_layers, self.vision.layers)
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from vlaforge.data.errors import UserError
 from vlaforge.models.action.dit import ContextConfig
-from vlaforge.models.groot.config import GrootConfig, GrootDataConfig
+from vlaforge.models.groot.config import GrootConfig, GrootDataConfig, check_layers
 from vlaforge.models.towers.qwen3 import Qwen3Config
 from vlaforge.models.towers.qwen3_vision import Qwen3VisionConfig
 
@@ -33,6 +34,16 @@ class ModelConfig(GrootConfig):
     image_token: int = 151655
     vision_start_token: int = 151652
     vision_end_token: int = 151653
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        taps = self.vision.deepstack
+        check_layers("vision.deepstack", taps, self.vision.layers)
+        if len(taps) > self.text.layers:
+            raise UserError(
+                f"model.vision.deepstack is {list(taps)}: each is added behind a layer of the language model, and "
+                f"model.text.layers is {self.text.layers}."
+            )
 
 
 @dataclass(frozen=True)

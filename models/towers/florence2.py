@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vlaforge.data.errors import UserError
 from vlaforge.models.blocks.attention import QKV, Attention, merge_heads
 from vlaforge.models.blocks.dropout import Dropout
 
@@ -37,6 +38,14 @@ class DaViTConfig:
     mlp_ratio: float = 4.0
     drop_path: float = 0.1
     eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for name in ("depths", "heads", "groups", "kernels", "strides", "paddings", "prenorm"):
+            if len(getattr(self, name)) != len(self.dims):
+                raise UserError(
+                    f"model.vision.{name} has {len(getattr(self, name))} entries and model.vision.dims "
+                    f"{len(self.dims)}: both have one for each stage."
+                )
 
     def tokens(self, size: int) -> int:
         """How many tokens an image of size × size pixels gives after the last stage."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from vlaforge.data.errors import UserError
 from vlaforge.data.schema import make_draw
 from vlaforge.models import family
 from vlaforge.models.action.dit import Context
@@ -94,6 +95,21 @@ def test_what_trains_follows_the_switches(name, full_size):
     assert [n for n, p in whole.named_parameters() if not p.requires_grad] == ["language.norm.weight"]
 
 
+@pytest.mark.parametrize("name, setting, message", [
+    ("groot_n1_6", "vision.full_layers=[7,27]", "full_layers is .7, 27.: they must be different numbers from 0 to 26"),
+    ("groot_n1_6", "vision.layers=12", "full_layers .* as model.vision.layers is 12"),
+    ("groot_n1_6", "tune_top_llm_layers=17", "tune_top_llm_layers is 17; it must be at most model.text.layers, 16"),
+    ("groot_n1_7", "vision.deepstack=[5,11,24]", "deepstack is .5, 11, 24.: .* from 0 to 23"),
+    ("groot_n1_7", "vision.deepstack=[5,5]", "deepstack is .5, 5.: they must be different"),
+    ("groot_n1_7", "vision.deepstack=" + str(list(range(17))).replace(" ", ""), "behind a layer of the language model"),
+    ("groot_n1_7", "text.layers=8", "select_layer is 16 and model.text.layers is 8"),
+    ("groot_n1_7", "text.mrope=[24,20,24]", "must sum to half of model.text.head_dim, 64"),
+])  # fmt: skip
+def test_layers_must_be_there(name, setting, message):
+    with pytest.raises(UserError, match=message):
+        resolve(["--model", name, f"model.{setting}"])
+
+
 # ------------------------------------------------------------------------------------------- the model
 
 
@@ -122,9 +138,7 @@ def test_the_split_context_is_the_masked_one(name):
             assert isinstance(context, Context) and (context.text_BNC is None) == (known is None)
             keys = model.head.dit.keys_values(context)
             bucket = model.bucket(draw["time"])
-            velocities.append(
-                model.head.velocity(draw["noise"], bucket, state, batch["embodiment"], keys, context)
-            )
+            velocities.append(model.head.velocity(draw["noise"], bucket, state, batch["embodiment"], keys, context))
     torch.testing.assert_close(*velocities, atol=1e-5, rtol=1e-5)
 
 

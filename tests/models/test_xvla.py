@@ -257,6 +257,11 @@ def test_what_does_not_fit_is_said_at_once(build, changes, message):
         build(**changes)
 
 
+def test_the_vision_towers_lists_have_one_entry_a_stage():
+    with pytest.raises(UserError, match=r"model\.vision\.depths has 3 entries and model\.vision\.dims 4"):
+        resolve(["--model", "xvla", "model.vision.depths=[1,1,9]"])
+
+
 def test_agilex_recordings_are_end_effector_poses_without_conversion(root, parts):
     dataset = open_dataset(root / "tests/samples/metaworld_agilex_hdf5", format="hdf5_datasets")
     tokenizer = parts[3]
