@@ -24,8 +24,7 @@ class ActionCodec:
         normalizers: the run's, with ``action`` (and ``state``).
         width, state_width: of the model's action and state; the robot's dimensions come first. None: the
             robot's own.
-        order, state_order: the robot's dimensions in the order that the model has them in; None: as they are. An
-            action has all of its dimensions there, a state may leave some out.
+        order: the robot's action dimensions, all of them, in the order that the model has them in; None: as they are.
     """
 
     def __init__(
@@ -35,12 +34,10 @@ class ActionCodec:
         width: int | None = None,
         state_width: int | None = None,
         order: Sequence[int] | None = None,
-        state_order: Sequence[int] | None = None,
     ):
         self.transform = config.action_transform
         self.normalizers, self.width, self.state_width = normalizers, width, state_width
         self.order = None if order is None else list(order)
-        self.state_order = None if state_order is None else list(state_order)
 
     def encode(self, sample: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         """(actions float32 [H, W], mask bool [H, W]) of a sample that was read with its ``action``.
@@ -60,8 +57,6 @@ class ActionCodec:
     def state(self, sample: Mapping[str, Any]) -> np.ndarray:
         """Normalised state float32 [..., state width]; padded with 0."""
         state = self.normalizers.normalize("state", sample[STATE], sample.get("embodiment", ""))
-        if self.state_order is not None:
-            state = state[..., self.state_order]
         return pad_last(state, self.state_width, "state")
 
     def decode(self, x_HW: np.ndarray, sample: Mapping[str, Any] | None = None) -> np.ndarray:

@@ -1,14 +1,15 @@
 """The files beside GR00T's weights in NVIDIA's layout, which Isaac-GR00T, LeRobot and `official` read: ``config.json``,
 ``processor_config.json``, ``statistics.json`` and ``embodiment_id.json``.
 
-Facts: NVIDIA/Isaac-GR00T ``configs/model``, ``processing_gr00t_n1d7.py``. Relative actions have statistics of another
-kind there, by part and step: with ``data.action_mode=relative`` only ``config.json`` and ``embodiment_id.json`` are
-written, and the processor is the user's to bring.
+Facts: NVIDIA/Isaac-GR00T ``configs/model``, ``processing_gr00t_n1d7.py``. A run that went on with the statistics of an
+official checkpoint hands its processor and statistics on. Else relative actions have statistics of another kind there,
+by part and step: with ``data.action_mode=relative`` only ``config.json`` and ``embodiment_id.json`` are written, and
+the processor is the user's to bring.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,7 @@ from typing import Any
 from vlaforge.data.schema import ACTION, STATE
 from vlaforge.models.companions import Files, Statistics, text
 from vlaforge.models.groot.config import GrootConfig, GrootDataConfig
-from vlaforge.models.groot.modality import Modality
-from vlaforge.models.groot.official import Official
+from vlaforge.models.groot.official import Official, places
 
 LANGUAGE = "annotation.human.task_description"
 COLUMNS = {"state": STATE, "action": ACTION}
@@ -32,47 +32,35 @@ def nvidia(
     statistics: Statistics,
 ) -> Files:
     """See `models.companions`. `kind`: what only this version's ``config.json`` says; `numbers`: its embodiments."""
-    if data.official_folder:
-        official = Official.read(data.official_folder, data.embodiment_tag)
+    official = Official.of(data)
+    if official is not None:
         data, numbers = official.options(data, model.frame), official.numbers or numbers
     files: Files = {
         "config.json": text({**kind, **_config(model, data)}),
         "embodiment_id.json": text(dict(numbers)),
     }
-    if data.action_mode != "absolute" or not statistics:
+    if official is not None and official.governs and official.processor:
+        settings, values = official.processor, official.statistics
+    elif data.action_mode != "absolute" or not statistics:
         return files
-    dims = _dims(data, dataset)
-    values = {
-        part: {column: _part(statistics.get(key, {}), places) for column, places in dims[part].items()}
-        for part, key in COLUMNS.items()
-    }
-    processor = {
-        "processor_class": f"{kind['model_type']}Processor",
-        "processor_kwargs": _processor(model, data, dataset, dims),
-    }
+    else:
+        info = SimpleNamespace(**{**dataset, "path": Path(dataset.get("path", ""))})
+        dims = {part: places(part, info, data) for part in COLUMNS}
+        settings = _processor(model, data, dataset, dims)
+        values = {
+            part: {column: _part(statistics.get(key, {}), where) for column, where in dims[part].items()}
+            for part, key in COLUMNS.items()
+        }
+    processor = {"processor_class": f"{kind['model_type']}Processor", "processor_kwargs": dict(settings)}
     return files | {
         "processor_config.json": text(processor),
         "statistics.json": text({data.embodiment_tag: values}),
     }
 
 
-def _dims(data: GrootDataConfig, dataset: Mapping[str, Any]) -> dict[str, dict[str, list[int]]]:
-    """Parts of state and action → dimensions in the dataset's order, as its ``meta/modality.json`` says."""
-    info = SimpleNamespace(
-        path=Path(dataset.get("path", "")), cameras=dataset["cameras"], state_dim=dataset["state_dim"],
-        action_dim=dataset["action_dim"],
-    )  # fmt: skip
-    groups = Modality.of(info, data).groups if data.use_modality else {}
-    whole = {"state": dataset["state_dim"], "action": dataset["action_dim"]}
-    return {
-        kind: {name: list(places) for name, places in groups.get(kind, {}).items()} or {kind: list(range(whole[kind]))}
-        for kind in COLUMNS
-    }
-
-
-def _part(statistics: Mapping[str, Any], places: list[int]) -> dict[str, list[float]]:
+def _part(statistics: Mapping[str, Any], where: Sequence[int]) -> dict[str, list[float]]:
     """One part's rows of every statistic but the count."""
-    return {name: [row[d] for d in places] for name, row in statistics.items() if name != "count"}
+    return {name: [row[d] for d in where] for name, row in statistics.items() if name != "count"}
 
 
 def _processor(
@@ -80,10 +68,11 @@ def _processor(
 ) -> dict[str, Any]:
     steps = list(range(data.action_steps or model.action_horizon))
     history = list(range(1 - model.state_history_length, 1))
-    absolute = {"rep": "absolute", "type": "non_eef", "format": "default"}
-    modality = {
+    absolute = {"rep": "ABSOLUTE", "type": "NON_EEF", "format": "DEFAULT"}
+    angles, deviating = list(data.sin_cos_embedding_keys), data.normalization_mode == "mean_std"
+    modality: dict[str, dict[str, Any]] = {
         "video": {"delta_indices": [0], "modality_keys": list(dataset["cameras"])},
-        "state": {"delta_indices": history, "modality_keys": list(dims["state"])},
+        "state": {"delta_indices": history, "modality_keys": list(dims["state"]), "sin_cos_embedding_keys": angles},
         "action": {
             "delta_indices": steps,
             "modality_keys": list(dims["action"]),
@@ -91,22 +80,24 @@ def _processor(
         },
         "language": {"delta_indices": [0], "modality_keys": [LANGUAGE]},
     }
+    for part in COLUMNS if deviating else ():
+        modality[part]["mean_std_embedding_keys"] = list(dims[part])
     names = ("brightness", "contrast", "saturation", "hue")
     return {
         "modality_configs": {data.embodiment_tag: modality},
         "use_percentiles": data.normalization_mode == "q99",
-        "use_mean_std": data.normalization_mode == "mean_std",
+        "use_mean_std": deviating,
         "clip_outliers": data.clip,
         "formalize_language": data.formalize_language,
         "use_relative_action": False,
-        "apply_sincos_state_encoding": False,
+        "apply_sincos_state_encoding": bool(angles),
         "image_target_size": list(model.frame),
         "image_crop_size": None,
         "shortest_image_edge": data.shortest_image_edge,
         "crop_fraction": data.crop_fraction,
         "letter_box_transform": data.letter_box,
         "use_albumentations": data.image_path == "albumentations",
-        "random_rotation_angle": None,
+        "random_rotation_angle": data.random_rotation_angle or None,
         "color_jitter_params": dict(zip(names, data.color_jitter)),
         "max_state_dim": model.max_state_dim,
         "max_action_dim": model.max_action_dim,

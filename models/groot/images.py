@@ -6,8 +6,10 @@ Facts: NVIDIA/Isaac-GR00T ``processing_gr00t_n1d6.py``, ``image_augmentations.py
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -25,12 +27,13 @@ def formalize(task: str) -> str:
 
 @dataclass(frozen=True)
 class ImageTransform:
-    """Frame → `size` (height, width): (pad to a square), resize to `edge`, crop, resize.
+    """Frame → `size` (height, width): (pad to a square), resize to `edge`, crop, resize, (turn).
 
     Path ``torch`` resizes to a square of `edge` (default: the height), not keeping aspects: antialiased bicubic on
-    bytes.
+    bytes. A turn takes the nearest pixel, and what comes from outside is black.
     Path ``albumentations`` keeps the aspect: the shorter side becomes `edge`, by area interpolation, after the crop
-    again; the backbone's image processor then rounds both sides to whole patches.
+    again; a turn is linear, mirrored at the edges; the backbone's image processor then rounds both sides to whole
+    patches.
     """
 
     size: tuple[int, int]
@@ -39,10 +42,15 @@ class ImageTransform:
     letter_box: bool = False
     path: str = "torch"
 
-    def __call__(self, frame_HWC: np.ndarray, at: tuple[float, float] = (0.5, 0.5)) -> np.ndarray:
-        """uint8 [H, W, 3] → uint8 [*size, 3]; `at` (y, x) in [0, 1] places the crop."""
+    def __call__(
+        self, frame_HWC: np.ndarray, at: tuple[float, float] = (0.5, 0.5), degrees: float = 0.0
+    ) -> np.ndarray:
+        """uint8 [H, W, 3] → uint8 [*size, 3]; `at` (y, x) in [0, 1] places the crop, `degrees` turn the result
+        counter-clockwise."""
         frame = _square(frame_HWC) if self.letter_box else frame_HWC
-        return _bicubic((self._areas if self.path == "albumentations" else self._squares)(frame, at), self.size)
+        if self.path == "albumentations":
+            return _bicubic(turn_mirrored(self._areas(frame, at), degrees), self.size)
+        return turn_black(_bicubic(self._squares(frame, at), self.size), degrees)
 
     def natural(self, height: int, width: int, multiple: int) -> tuple[int, int]:
         """(height, width) that frames of a size should have in the model: `size` must be this."""
@@ -87,13 +95,18 @@ def _bicubic(frame_HWC: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     return resized[0].permute(1, 2, 0).contiguous().numpy()
 
 
-def _shorter_side(frame_HWC: np.ndarray, edge: int) -> np.ndarray:
+def _opencv() -> ModuleType:
     try:
         import cv2
     except ImportError as error:
         raise UserError(
             "data.image_path=albumentations resizes with OpenCV: pip install 'vlaforge[opencv]'."
         ) from error
+    return cv2
+
+
+def _shorter_side(frame_HWC: np.ndarray, edge: int) -> np.ndarray:
+    cv2 = _opencv()
     height, width = frame_HWC.shape[:2]
     if min(height, width) == edge:
         return frame_HWC
@@ -107,3 +120,29 @@ def _crop(frame_HWC: np.ndarray, height: int, width: int, at: tuple[float, float
     # The centre is rounded down, as officially.
     top, left = (space // 2 if place == 0.5 else round(space * place) for space, place in zip(free, at))
     return frame_HWC[top : top + height, left : left + width]
+
+
+def turn_black(frame_HWC: np.ndarray, degrees: float) -> np.ndarray:
+    """As torchvision's RandomRotation: the nearest pixel, 0 from outside. Places are rounded in its order, in fp32."""
+    if not degrees:
+        return frame_HWC
+    height, width = frame_HWC.shape[:2]
+    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    half_2 = torch.tensor([0.5 * width, 0.5 * height])
+    turn_22 = torch.tensor([[cos, sin], [-sin, cos]]) / half_2
+    rows_H, columns_W = (torch.linspace(0.5 - 0.5 * n, 0.5 * n - 0.5, n) for n in (height, width))
+    place_HW2 = torch.stack(torch.meshgrid(columns_W, rows_H, indexing="xy"), -1) @ turn_22
+    x_1CHW = torch.from_numpy(np.ascontiguousarray(frame_HWC)).permute(2, 0, 1)[None].float()
+    turned = F.grid_sample(x_1CHW, place_HW2[None], mode="nearest", padding_mode="zeros", align_corners=False)
+    return turned[0].to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
+
+
+def turn_mirrored(frame_HWC: np.ndarray, degrees: float) -> np.ndarray:
+    """As Albumentations' Rotate (1.4.18, which is pinned officially): linear, mirrored without repeating the edge."""
+    if not degrees:
+        return frame_HWC
+    cv2 = _opencv()
+    height, width = frame_HWC.shape[:2]
+    matrix = cv2.getRotationMatrix2D(((width - 1) / 2, (height - 1) / 2), degrees, 1.0)
+    how = {"flags": cv2.INTER_LINEAR, "borderMode": cv2.BORDER_REFLECT_101}
+    return cv2.warpAffine(np.ascontiguousarray(frame_HWC), matrix, (width, height), **how)

@@ -70,10 +70,7 @@ class Modality:
         groups = self.groups[kind]
         if not groups:
             return None
-        for name in names:
-            if name not in groups:
-                raise unknown(f"{kind} part of '{self.path}'", name, groups)
-        order = tuple(d for name in names or groups for d in groups[name])
+        order = tuple(d for part in self.named(kind, names).values() for d in part)
         if kind == "action" and sorted(order) != list(range(dim)):
             left = sorted(set(range(dim)) - set(order)) or sorted({d for d in order if order.count(d) > 1})
             raise UserError(
@@ -81,6 +78,14 @@ class Modality:
                 f"once: choose columns with data.action_key, or set data.use_modality=false to take it as it is."
             )
         return None if order == tuple(range(dim)) else order
+
+    def named(self, kind: str, names: Sequence[str] = ()) -> Mapping[str, tuple[int, ...]]:
+        """The parts `names`, in their order; empty: all of the file's. UserError for one that is not there."""
+        groups = self.groups[kind]
+        for name in names:
+            if name not in groups:
+                raise unknown(f"{kind} part of '{self.path}'", name, groups)
+        return {name: groups[name] for name in names or groups}
 
 
 def _dimensions(path: Path, kind: str, name: str, part: Mapping[str, Any], column: str, dim: int) -> tuple[int, ...]:

@@ -9,7 +9,6 @@ Facts: NVIDIA/Isaac-GR00T ``processing_gr00t_n1d7.py``, ``state_action_processor
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from vlaforge.models.groot.modality import Described, Modality, read_json
 
 Stats = dict[str, dict[str, np.ndarray]]
 BOUNDS = {"q99": ("q01", "q99"), "min_max": ("min", "max"), "mean_std": ("mean", "std")}
-ROTATIONS = {"xyz+rot6d": "rot6d", "xyz+rotvec": "axis_angle"}
+ROTATIONS = {"xyz_rot6d": "rot6d", "xyz_rotvec": "axis_angle"}
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,7 @@ class Official:
         processor: ``processor_kwargs`` of ``processor_config.json``.
         modality: its entry of ``modality_configs``: for ``state``, ``action`` and ``video`` the parts, in order.
         statistics: its entry of ``statistics.json``.
+        wanted: the run goes on with those statistics, where there are some (`governs`).
     """
 
     folder: Path
@@ -44,32 +44,41 @@ class Official:
     processor: Mapping[str, Any]
     modality: Mapping[str, Any]
     statistics: Mapping[str, Any]
+    wanted: bool = True
 
     @classmethod
-    def read(cls, folder: str, tag: str) -> Official:
-        """UserError for a folder that is not there, or a file that is not JSON."""
-        path = Path(folder).expanduser()
+    def of(cls, data: GrootDataConfig) -> Official | None:
+        """None without an official folder. UserError for one that is not there, or a file that is not JSON."""
+        if not data.official_folder:
+            return None
+        path = Path(data.official_folder).expanduser()
         if not path.is_dir():
-            raise UserError(f"data.official_folder '{folder}' is not a folder.")
+            raise UserError(f"data.official_folder '{data.official_folder}' is not a folder.")
         numbers = {str(name): int(number) for name, number in read_json(path / "embodiment_id.json").items()}
         processor = read_json(path / "processor_config.json").get("processor_kwargs", {})
-        modality = processor.get("modality_configs", {}).get(tag, {})
-        return cls(path, numbers, processor, modality, read_json(path / "statistics.json").get(tag, {}))
+        modality = processor.get("modality_configs", {}).get(data.embodiment_tag, {})
+        statistics = read_json(path / "statistics.json").get(data.embodiment_tag, {})
+        return cls(path, numbers, processor, modality, statistics, data.official_statistics)
+
+    @property
+    def governs(self) -> bool:
+        return self.wanted and bool(self.statistics)
 
     def parts(self, kind: str) -> tuple[str, ...]:
         return tuple(self.modality.get(kind, {}).get("modality_keys", ()))
 
     @property
     def relative(self) -> frozenset[str]:
-        """The action parts that are relative to the state."""
+        """The action parts that are relative to the state. Officially ``rep`` delta says that the dataset itself holds
+        displacements: they are learned as they are, like absolute actions."""
         if not self.processor.get("use_relative_action"):
             return frozenset()
         reps = {name: _word(config.get("rep")) for name, config in self._action_configs().items()}
-        if "delta" in reps.values():
-            raise UserError(
-                f"'{self.folder}' has actions as steps since the one before (rep delta), which are not built."
-            )
         return frozenset(name for name, rep in reps.items() if rep == "relative")
+
+    def deviating(self, kind: str) -> frozenset[str]:
+        """The parts that are normalised by mean and deviation, whatever the others are by."""
+        return frozenset(self.modality.get(kind, {}).get("mean_std_embedding_keys") or ())
 
     def _action_configs(self) -> dict[str, Mapping[str, Any]]:
         configs = self.modality.get("action", {}).get("action_configs") or ()
@@ -92,10 +101,10 @@ class Official:
             )
         if crop is None and crop_size and target:
             crop = crop_size[0] / target[0]
-        if given.get("random_rotation_angle"):
-            warnings.warn("Random rotation of the official processor is left out of the augmentation.", stacklevel=2)
-        if given.get("apply_sincos_state_encoding") and self.modality.get("state", {}).get("sin_cos_embedding_keys"):
-            raise UserError(f"'{self.folder}' encodes states as sine and cosine, which is not built.")
+        angles = data.sin_cos_embedding_keys
+        if "apply_sincos_state_encoding" in given:
+            named = self.modality.get("state", {}).get("sin_cos_embedding_keys") or ()
+            angles = tuple(named) if given["apply_sincos_state_encoding"] else ()
         colours = given.get("color_jitter_params", data.color_jitter)
         if colours is None or isinstance(colours, Mapping):
             names = ("brightness", "contrast", "saturation", "hue")
@@ -109,6 +118,8 @@ class Official:
             letter_box=bool(given.get("letter_box_transform", False)),
             formalize_language=bool(given.get("formalize_language", True)),
             clip=bool(given.get("clip_outliers", True)),
+            sin_cos_embedding_keys=angles,
+            random_rotation_angle=float(given.get("random_rotation_angle", data.random_rotation_angle) or 0.0),
             color_jitter=colours,
             action_steps=data.action_steps or len(steps) or None,
             normalization_mode=self._mode(data.normalization_mode) if self.statistics else data.normalization_mode,
@@ -134,8 +145,13 @@ class Official:
             if name not in relative:
                 keep += action[name]
             elif _word(config.get("type")) == "eef":
-                rotation = ROTATIONS.get(_word(config.get("format")), "rot6d")
-                poses.append(f"{action[name][0]}:{rotation}")
+                form = _word(config.get("format")).replace("+", "_")  # by name or by value
+                if form not in ROTATIONS:
+                    raise UserError(
+                        f"'{self.folder}' has relative poses '{name}' of format '{form}': officially too they are "
+                        f"xyz_rot6d or xyz_rotvec alone."
+                    )
+                poses.append(f"{action[name][0]}:{ROTATIONS[form]}")
             source = state.get(config.get("state_key") or name, ())
             refers |= dict(zip(action[name], source)) if name in relative else {}
         whole = sorted(d for part in action.values() for d in part)
@@ -149,63 +165,78 @@ class Official:
     def normal_statistics(self, mode: str, dims: Mapping[str, Mapping[str, Sequence[int]]], horizon: int) -> Stats:
         """Statistics in the dataset's order, [A], or [horizon, A] with relative actions (whose bounds are the range of
         each step). UserError when they have other dimensions than the dataset."""
+        names = BOUNDS.get(mode, ())
         return {
-            column: {
-                name: self._joined(kind, name, bound, dims[kind], horizon)
-                for name, bound in zip(BOUNDS.get(mode, ()), BOUNDS["min_max" if mode == "q99" else mode])
-            }
+            column: {name: self._joined(kind, mode, end, dims[kind], horizon) for end, name in enumerate(names)}
             for kind, column in (("state", STATE), ("action", ACTION))
             if self.statistics.get(kind)
         }
 
-    def _joined(self, kind: str, name: str, bound: str, dims: Mapping[str, Sequence[int]], horizon: int) -> np.ndarray:
+    def _joined(self, kind: str, mode: str, end: int, dims: Mapping[str, Sequence[int]], horizon: int) -> np.ndarray:
+        """The lower (`end` 0) or upper (1) bound of all parts, or the mean or the deviation."""
         relative = self.relative if kind == "action" else frozenset()
         width = max(d for part in dims.values() for d in part) + 1
         out = np.zeros((horizon, width) if relative else (width,), np.float64)
         for part, place in dims.items():
-            source, key = ("relative_action", bound) if part in relative else (kind, name)
-            values = np.asarray(self.statistics.get(source, {}).get(part, {}).get(key, ()), np.float64)
-            if not values.size or values.shape[-1] != len(place):
-                raise UserError(
-                    f"'{self.folder}/statistics.json' has {values.shape[-1] if values.size else 'no'} values for {key} "
-                    f"of {source} part '{part}', but it has {len(place)} dimensions: set "
-                    f"data.official_statistics=false to normalise by the dataset."
-                )
+            source = "relative_action" if part in relative else kind
+            if part in self.deviating(kind) and mode != "mean_std":
+                # (x - mean) / std is the range from mean - std to mean + std; without a deviation x stays what it is.
+                mean, std = (self._values(source, part, name, place) for name in BOUNDS["mean_std"])
+                values = np.where(std == 0, 0.0, mean) + (2 * end - 1) * np.where(std == 0, 1.0, std)
+            else:
+                names = BOUNDS["min_max" if mode == "q99" and part in relative else mode]
+                values = self._values(source, part, names[end], place)
             if values.ndim == 2:  # steps behind the last recorded one are not learned
                 values = np.concatenate([values, np.repeat(values[-1:], max(0, horizon - len(values)), 0)])[:horizon]
             out[..., list(place)] = values
         return out
+
+    def _values(self, source: str, part: str, name: str, place: Sequence[int]) -> np.ndarray:
+        values = np.asarray(self.statistics.get(source, {}).get(part, {}).get(name, ()), np.float64)
+        if not values.size or values.shape[-1] != len(place):
+            raise UserError(
+                f"'{self.folder}/statistics.json' has {values.shape[-1] if values.size else 'no'} values for {name} "
+                f"of {source} part '{part}', but it has {len(place)} dimensions: set "
+                f"data.official_statistics=false to normalise by the dataset."
+            )
+        return values
 
 
 def resolve(
     data: GrootDataConfig, frame: tuple[int, int], horizon: int, info: Described
 ) -> tuple[GrootDataConfig, Stats | None]:
     """The options of a run on `info`'s dataset, and the statistics that it normalises by (None: the dataset's own)."""
-    if not data.official_folder:
+    official = Official.of(data)
+    if official is None:
         return data, None
-    official = Official.read(data.official_folder, data.embodiment_tag)
     data = official.options(data, frame)
-    if not (official.statistics and data.official_statistics):
+    if not official.governs:
         return data, None
-    dims = {kind: _dims(official, kind, info, data) for kind in ("state", "action")}
+    dims = {kind: places(kind, info, data, official) for kind in ("state", "action")}
     data = official.relative_options(data, dims)
     return data, official.normal_statistics(data.normalization_mode, dims, horizon)
 
 
-def _dims(official: Official, kind: str, info: Described, data: GrootDataConfig) -> dict[str, Sequence[int]]:
-    """Each part's dimensions in the dataset: as ``meta/modality.json`` says, else one behind the other."""
-    groups = Modality.of(info, data).groups[kind] if data.use_modality else {}
-    parts = official.parts(kind) or tuple(official.statistics.get(kind, {}))
-    if groups:
-        return {name: groups[name] for name in parts if name in groups}
-    found, start = {}, 0
-    for name in parts:
-        width = np.shape(official.statistics.get(kind, {}).get(name, {}).get("min", ()))[-1:]
-        found[name] = range(start, start := start + (width[0] if width else 0))
+def places(
+    kind: str, info: Described, data: GrootDataConfig, official: Official | None = None
+) -> Mapping[str, Sequence[int]]:
+    """The parts of ``state`` or ``action`` in the model's order, with their dimensions in the dataset: as
+    ``meta/modality.json`` says, else one behind the other as in the official statistics, else one part of that name."""
+    modality = Modality.of(info, data) if data.use_modality else None
     most = info.action_dim if kind == "action" else info.state_dim
+    used = official if official and official.governs else None
+    names = (official.parts(kind) if official else ()) or (tuple(used.statistics.get(kind, {})) if used else ())
+    if modality and modality.groups[kind]:
+        return modality.named(kind, names)
+    if used is None:
+        return {kind: range(most)}
+    found, start = {}, 0
+    for name in names:
+        width = np.shape(used.statistics.get(kind, {}).get(name, {}).get("min", ()))[-1:]
+        found[name] = range(start, start := start + (width[0] if width else 0))
     if start != most:
         raise UserError(
-            f"'{official.folder}/statistics.json' has {start} {kind} dimensions for '{data.embodiment_tag}', and the "
+            f"'{used.folder}/statistics.json' has {start} {kind} dimensions for '{data.embodiment_tag}', and the "
             f"dataset has {most}: choose another data.embodiment_tag, or set data.official_statistics=false."
         )
     return found

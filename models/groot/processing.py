@@ -14,17 +14,17 @@ from typing import Any, ClassVar
 import numpy as np
 
 from vlaforge.data.cameras import assign_cameras, check_image_size, frames_of, slot_names
-from vlaforge.data.codec import ActionCodec
+from vlaforge.data.codec import ActionCodec, pad_last
 from vlaforge.data.dataset import DatasetInfo
 from vlaforge.data.errors import UserError, unknown
 from vlaforge.data.normalize import NormalizerSet
-from vlaforge.data.schema import TASK, DataNeeds, Sample
+from vlaforge.data.schema import STATE, TASK, DataNeeds, Sample
 from vlaforge.data.tokenizer import Tokenizer
 from vlaforge.models.groot.colour import jitter
 from vlaforge.models.groot.config import GrootConfig, GrootDataConfig
 from vlaforge.models.groot.images import ImageTransform, formalize
 from vlaforge.models.groot.modality import Modality
-from vlaforge.models.groot.official import Official, Stats, resolve
+from vlaforge.models.groot.official import Official, Stats, places, resolve
 
 Piece = str | int
 """Of a prompt: text, or a number of image tokens."""
@@ -54,12 +54,13 @@ class GrootProcessing(ABC):
     ):
         self.model, self.info, self.tokenizer = model_config, dataset_info, tokenizer
         self.data = self.official(model_config, data_config, dataset_info)[0]
-        folder = self.data.official_folder
-        files = Official.read(folder, self.data.embodiment_tag) if folder else None
+        files = Official.of(self.data)
         self.numbers = (files and files.numbers) or self.embodiments
         self.action_dim = model_config.action_dim or dataset_info.action_dim
         self.modality = Modality.of(dataset_info, self.data) if self.data.use_modality else None
         self.codec = self._codec(normalizers, files)
+        self.state_columns = self._state_columns(files)
+        self.ranged = {kind: self._ranged(kind, files) for kind in ("state", "action")}
         self.cameras = self._cameras()
         data = self.data
         self.transform = ImageTransform(
@@ -88,13 +89,28 @@ class GrootProcessing(ABC):
         return resolve(data, model.frame, model.action_horizon, info)
 
     def _codec(self, normalizers: NormalizerSet, files: Official | None) -> ActionCodec:
-        dims = {"state": self.info.state_dim, "action": self.action_dim}
-        orders = {
-            kind: self.modality.order(kind, dim, files.parts(kind) if files else ()) if self.modality else None
-            for kind, dim in dims.items()
-        }
-        widths = (self.model.max_action_dim, self.model.max_state_dim)
-        return ActionCodec(self.data, normalizers, *widths, orders["action"], orders["state"])
+        names = files.parts("action") if files else ()
+        order = self.modality.order("action", self.action_dim, names) if self.modality else None
+        return ActionCodec(self.data, normalizers, self.model.max_action_dim, order=order)
+
+    def _state_columns(self, files: Official | None) -> list[int]:
+        """What the model sees of [normalised state, sines, cosines], in its order."""
+        parts, angles = places("state", self.info, self.data, files), self.data.sin_cos_embedding_keys
+        for name in angles:
+            if name not in parts:
+                raise unknown("data.sin_cos_embedding_keys", name, parts)
+        dim = self.info.state_dim
+        blocks = {name: (dim, 2 * dim) if name in angles else (0,) for name in parts}
+        return [first + d for name, dims in parts.items() for first in blocks[name] for d in dims]
+
+    def _ranged(self, kind: str, files: Official | None) -> np.ndarray:
+        """bool, by dimension of the dataset: normalised by a range, not by mean and deviation."""
+        dim = self.info.state_dim if kind == "state" else self.action_dim
+        ranged = np.full(dim, self.data.normalization_mode != "mean_std")
+        deviating = files.deviating(kind) if files and files.governs else ()
+        for name, dims in places(kind, self.info, self.data, files).items():
+            ranged[list(dims)] &= name not in deviating
+        return ranged
 
     def _cameras(self) -> tuple[str, ...]:
         count, slots = self.model.num_views, slot_names(self.model.num_views)
@@ -122,10 +138,11 @@ class GrootProcessing(ABC):
                 f"{tokenizer.token_id(self.image_word)}, but model.text.vocab_size is {model.text.vocab_size} and "
                 f"model.image_token {model.image_token}: give this model's tokenizer with --tokenizer-path."
             )
-        for name, dim in (("action", self.action_dim), ("state", self.info.state_dim)):
+        for name, dim in (("action", self.action_dim), ("state", len(self.state_columns))):
             most = getattr(model, f"max_{name}_dim")
             if dim > most:
-                raise UserError(f"The {name} has {dim} dimensions, more than model.max_{name}_dim, {most}.")
+                twice = " (sines and cosines count both)" if name == "state" and data.sin_cos_embedding_keys else ""
+                raise UserError(f"The {name} has {dim} dimensions{twice}, more than model.max_{name}_dim, {most}.")
         if data.action_steps is not None and not 0 < data.action_steps <= model.action_horizon:
             raise UserError(
                 f"data.action_steps is {data.action_steps}; it must be between 1 and {model.action_horizon}."
@@ -200,7 +217,10 @@ class GrootProcessing(ABC):
 
         `sample` gives the state that relative actions refer to.
         """
-        return self.codec.decode(self._clip(np.asarray(x_HA, np.float32)[..., : self.action_dim]), sample)
+        x_HA = np.asarray(x_HA, np.float32)[..., : self.action_dim]
+        ranged_A = self.ranged["action"]
+        inside_A = ranged_A if self.codec.order is None else ranged_A[self.codec.order]
+        return self.codec.decode(np.where(inside_A, self._clip(x_HA), x_HA), sample)
 
     def embodiment_of(self, name: str) -> int:
         """The number of what a sample names: in a mixture, each dataset's own name where the table has it."""
@@ -209,15 +229,20 @@ class GrootProcessing(ABC):
     def _state(self, obs: Sample) -> np.ndarray:
         if not self.info.state_dim:
             return np.zeros(self.model.state_width, np.float32)
-        return self._clip(self.codec.state(obs)).reshape(-1)
+        normal, raw = self.codec.state(obs), np.asarray(obs[STATE], np.float32)
+        normal = np.where(self.ranged["state"], self._clip(normal), normal)
+        seen = np.concatenate([normal, np.sin(raw), np.cos(raw)], -1)[..., self.state_columns]
+        return pad_last(seen, self.model.max_state_dim, "state").reshape(-1)
 
     def _clip(self, x: np.ndarray) -> np.ndarray:
         return np.clip(x, -1.0, 1.0).astype(np.float32) if self.data.clip else x
 
     def _images(self, frames: list[np.ndarray], rng: np.random.Generator | None) -> np.ndarray:
-        at = (0.5, 0.5) if rng is None else (float(rng.random()), float(rng.random()))
-        views_VHWC = np.stack([self.transform(frame, at) for frame in frames])
-        return views_VHWC if rng is None else jitter(views_VHWC, self.data.color_jitter, rng)
+        if rng is None:
+            return np.stack([self.transform(frame) for frame in frames])
+        at, most = (float(rng.random()), float(rng.random())), self.data.random_rotation_angle
+        degrees = float(rng.uniform(-most, most)) if most else 0.0
+        return jitter(np.stack([self.transform(frame, at, degrees) for frame in frames]), self.data.color_jitter, rng)
 
     def _tokens(self, task: str) -> tuple[np.ndarray, np.ndarray]:
         """ids int64 [L] and mask bool [L]; a task that is too long loses words at its end, never an image."""

@@ -18,7 +18,8 @@ PARTS = {"gripper": {"start": 3, "end": 4}, "hand": {"start": 0, "end": 3}}
 @pytest.mark.parametrize("name", ["groot_n1_6", "groot_n1_7"])
 @pytest.mark.parametrize("mode", ["q99", "mean_std"])
 @pytest.mark.parametrize("parted", [False, True])
-def test_files_carry_processing_and_statistics(name, mode, parted, metaworld, tmp_path):
+@pytest.mark.parametrize("angles", [False, True])
+def test_files_carry_processing_and_statistics(name, mode, parted, angles, metaworld, tmp_path):
     if parted:
         (tmp_path / "meta").mkdir()
         (tmp_path / "meta" / "modality.json").write_text(json.dumps({"state": PARTS, "action": PARTS}))
@@ -33,7 +34,11 @@ def test_files_carry_processing_and_statistics(name, mode, parted, metaworld, tm
         tokenizer = Tokenizer(resolved.args.tokenizer_path, **kind.processing.tokenizer_options)
         return kind.processing(model, data, prepared.normalizers, tokenizer, info), prepared.statistics.values
 
-    data = replace(resolved.data_config, normalization_mode=mode, crop_fraction=0.9, embodiment_tag="new_embodiment")
+    keys = ("gripper" if parted else "state",) if angles else ()
+    data = replace(
+        resolved.data_config, normalization_mode=mode, crop_fraction=0.9, embodiment_tag="new_embodiment",
+        sin_cos_embedding_keys=keys, random_rotation_angle=3.0,
+    )  # fmt: skip
     first, values = build(data)
     statistics = {key: {n: v.tolist() for n, v in entry.items()} for key, entry in values.items()}
     cameras = {n: {"height": info.cameras[n].height, "width": info.cameras[n].width} for n in first.cameras}
@@ -44,6 +49,7 @@ def test_files_carry_processing_and_statistics(name, mode, parted, metaworld, tm
     other = replace(data, official_folder=str(tmp_path), normalization_mode="min_max", crop_fraction=None)
     second, _ = build(other)
     assert second.data.normalization_mode == mode and second.data.crop_fraction == 0.9
+    assert second.data.sin_cos_embedding_keys == keys and second.data.random_rotation_angle == 3.0
     sample = dataset.get(40, first.needs())
     a, b = (one.sample(sample, np.random.default_rng(0), False) for one in (first, second))
     assert a.keys() == b.keys() and all(np.array_equal(a[field], b[field]) for field in a)
@@ -54,6 +60,21 @@ def test_files_carry_processing_and_statistics(name, mode, parted, metaworld, tm
     config = json.loads(files["config.json"])
     assert config["model_type"] == f"Gr00tN1d{name[-1]}" and config["action_horizon"] == model.action_horizon
     assert config["diffusion_model_cfg"]["num_layers"] == model.dit.layers
+
+
+def test_official_statistics_go_out_as_they_came(tmp_path):
+    """Also those of relative actions: the run was normalised by them, not by its dataset's."""
+    given = {"use_relative_action": True, "modality_configs": {"libero_sim": {"action": {"modality_keys": ["arm"]}}}}
+    statistics = {"relative_action": {"arm": {"min": [[-1.0]], "max": [[1.0]]}}}
+    (tmp_path / "processor_config.json").write_text(json.dumps({"processor_kwargs": given}))
+    (tmp_path / "statistics.json").write_text(json.dumps({"libero_sim": statistics, "another": {}}))
+    resolved = resolve(["--model", "groot_n1_7", "--preset", "tiny"])
+    data = replace(resolved.data_config, official_folder=str(tmp_path), embodiment_tag="libero_sim")
+    facts = {"cameras": {}, "action_dim": 1, "state_dim": 1}
+    make = family("groot_n1_7").part("companions").companions
+    files = make("nvidia", resolved.model_config, data, facts, {"action": {"min": [7.0]}})
+    assert json.loads(files["processor_config.json"])["processor_kwargs"] == given
+    assert json.loads(files["statistics.json"]) == {"libero_sim": statistics}
 
 
 def test_relative_actions_have_no_statistics_here():

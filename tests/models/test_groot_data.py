@@ -14,6 +14,7 @@ from vlaforge.data.readers import open_dataset
 from vlaforge.data.tokenizer import Tokenizer
 from vlaforge.models import family
 from vlaforge.models.groot import colour
+from vlaforge.models.groot.official import Official
 from vlaforge.models.groot.processing import GrootProcessing
 from vlaforge.runtime.config import resolve
 
@@ -100,8 +101,9 @@ def test_a_state_may_leave_dimensions_out_and_an_action_not(build, dataset, tmp_
 # ------------------------------------------------------------------------------------------- official files
 
 
-def official(folder, relative=False, **kwargs):
-    """A checkpoint's files for `libero_sim`: statistics by part, the gripper first."""
+def official(folder, relative=False, rep="ActionRepresentation.RELATIVE", state=(), action=(), **kwargs):
+    """A checkpoint's files for `libero_sim`: statistics by part, the gripper first. `state` and `action` are further
+    entries of their modality, `rep` the representation of the hand's actions."""
     stats = {
         name: {"min": [-2.0] * (end - start), "max": [4.0] * (end - start), "q01": [-1.0 - start] * (end - start),
                "q99": [3.0] * (end - start), "mean": [0.5] * (end - start), "std": [2.0] * (end - start)}
@@ -109,11 +111,11 @@ def official(folder, relative=False, **kwargs):
     }  # fmt: skip
     steps = [[-1.0 - step] * 3 for step in range(8)], [[1.0 + step] * 3 for step in range(8)]
     held = {"state": stats, "action": stats, "relative_action": {"hand": dict(zip(("min", "max"), steps))}}
-    reps = [{"rep": "ABSOLUTE"}, {"rep": "ActionRepresentation.RELATIVE", "type": "NON_EEF"}]
+    reps = [{"rep": "ABSOLUTE"}, {"rep": rep, "type": "NON_EEF"}]
     names = list(PARTS)
     configs = {
-        "state": {"modality_keys": names},
-        "action": {"modality_keys": names, "action_configs": reps, "delta_indices": list(range(8))},
+        "state": {"modality_keys": names, **dict(state)},
+        "action": {"modality_keys": names, "action_configs": reps, "delta_indices": list(range(8)), **dict(action)},
     }
     write(folder / "statistics.json", {"libero_sim": held})
     write(folder / "embodiment_id.json", {"libero_sim": 2})
@@ -155,6 +157,87 @@ def test_relative_parts_have_the_bounds_of_each_step(build, dataset, tmp_path):
     inside = fields["action_mask"][:, 0]
     assert inside.sum() == 6
     np.testing.assert_allclose(fields["actions"][:6, :4], np.clip(expected, -1, 1)[:6], atol=1e-5)
+
+
+@pytest.mark.parametrize("form, poses", [
+    ("XYZ_ROT6D", "0:rot6d"), ("ActionFormat.XYZ_ROTVEC", "0:axis_angle"), ("xyz+rotvec", "0:axis_angle"),
+    ("DEFAULT", None),
+])  # fmt: skip
+def test_relative_poses_are_in_the_checkpoints_format(resolved, tmp_path, form, poses):
+    config = {"rep": "RELATIVE", "type": "EEF", "format": form}
+    modality = {"action": {"modality_keys": ["hand"], "action_configs": [config]}}
+    given = {"use_relative_action": True, "modality_configs": {"libero_sim": modality}}
+    write(tmp_path / "official" / "processor_config.json", {"processor_kwargs": given})
+    data = replace(resolved.data_config, official_folder=str(tmp_path / "official"), embodiment_tag="libero_sim")
+    dims = {"action": {"hand": range(9)}, "state": {"hand": range(9)}}
+    if poses is None:
+        with pytest.raises(UserError, match="'hand' of format 'default': officially too"):
+            Official.of(data).relative_options(data, dims)
+    else:
+        assert Official.of(data).relative_options(data, dims).action_poses == (poses,)
+
+
+def test_displacements_are_learned_as_they_are(build, dataset, tmp_path):
+    """``rep`` delta: the dataset holds displacements already, which officially no step converts, either way."""
+    given = {"official_folder": str(tmp_path / "official"), "embodiment_tag": "libero_sim"}
+    official(tmp_path / "official")
+    sample, fields = both(build(**given), dataset)
+    official(tmp_path / "official", relative=True, rep="DELTA")
+    processing = build(**given)
+    assert processing.data.action_mode == "absolute"
+    assert np.array_equal(both(processing, dataset)[1]["actions"], fields["actions"])
+    inside = fields["action_mask"][:, 0]
+    np.testing.assert_allclose(processing.actions(fields["actions"])[inside], sample["action"][inside], atol=1e-6)
+
+
+@pytest.mark.parametrize("parted", [False, True])
+def test_angles_are_seen_as_sines_then_cosines(build, dataset, tmp_path, parted):
+    """In radians as recorded, not normalised and not clipped; part by part, in the checkpoint's order."""
+    if parted:
+        modality(tmp_path)
+    folder = tmp_path / "official"
+    given = {"official_folder": str(folder), "embodiment_tag": "libero_sim"}
+    official(folder, relative=True)
+    whole = build(**given)
+    _, without = both(whole, dataset)
+    official(folder, relative=True, apply_sincos_state_encoding=True, state={"sin_cos_embedding_keys": ["hand"]})
+    processing = build(**given)
+    sample, fields = both(processing, dataset)
+    hand = sample["observation.state"][:3] if parted else sample["observation.state"][1:]
+    assert np.array_equal(fields["state"], [without["state"][0], *np.sin(hand), *np.cos(hand), 0])
+    # Relative actions refer to the state itself.
+    assert np.array_equal(fields["actions"], without["actions"])
+    assert np.array_equal(processing.actions(fields["actions"], sample), whole.actions(without["actions"], sample))
+    official(folder, apply_sincos_state_encoding=False, state={"sin_cos_embedding_keys": ["hand"]})
+    assert not build(**given, sin_cos_embedding_keys=("hand",)).data.sin_cos_embedding_keys
+
+
+def test_angles_need_no_official_files(build, dataset, tmp_path):
+    modality(tmp_path)
+    (_, plain), (sample, fields) = (both(build(sin_cos_embedding_keys=k), dataset) for k in ((), ("gripper",)))
+    gripper = sample["observation.state"][3]
+    assert np.array_equal(fields["state"], [np.sin(gripper), np.cos(gripper), *plain["state"][1:4], 0, 0, 0])
+
+
+def test_parts_may_be_normalised_by_mean_and_deviation(build, dataset, tmp_path):
+    """The state is not clipped then, nor are actions on their way back; a dimension without deviation stays raw."""
+    by_mean = {"mean_std_embedding_keys": ["hand"]}
+    official(tmp_path / "official", state=by_mean, action=by_mean)
+    stats = json.loads((tmp_path / "official" / "statistics.json").read_text())
+    for kind in ("state", "action"):
+        stats["libero_sim"][kind]["hand"] |= {"mean": [0.5, 9.0, 0.25], "std": [0.01, 2.0, 0.0]}
+    write(tmp_path / "official" / "statistics.json", stats)
+    processing = build(official_folder=str(tmp_path / "official"), embodiment_tag="libero_sim")
+    sample, fields = both(processing, dataset)
+    state, action = sample["observation.state"], sample["action"]
+    mean, std = np.array([0.5, 9.0, 0.0]), np.array([0.01, 2.0, 1.0])
+    expected = (state[1:] - mean) / std
+    assert np.abs(expected).max() > 1
+    np.testing.assert_allclose(fields["state"][1:4], expected, rtol=1e-4, atol=1e-5)
+    learned = np.clip((action[:, 1:] - mean) / std, -1, 1)
+    np.testing.assert_allclose(fields["actions"][:6, 1:4], learned[:6], rtol=1e-4, atol=1e-5)
+    back = processing.actions(np.full((16, 8), 1.5, np.float32))
+    np.testing.assert_allclose(back[0], [3.0, *(mean + 1.5 * std)], rtol=1e-5)
 
 
 def test_statistics_of_another_robot_are_refused(build, tmp_path):

@@ -17,7 +17,7 @@ from vlaforge.data.readers import open_dataset
 from vlaforge.data.schema import sample_rng
 from vlaforge.data.tokenizer import Tokenizer
 from vlaforge.models import family
-from vlaforge.models.groot.images import ImageTransform, formalize
+from vlaforge.models.groot.images import ImageTransform, formalize, turn_black, turn_mirrored
 from vlaforge.models.groot.processing import GrootProcessing
 from vlaforge.runtime.config import resolve
 
@@ -44,6 +44,18 @@ def test_images_are_the_official_ones_byte_for_byte(number):
     recorded = PREPROC[f"img{number}.albumentations_path_hwc"].numpy()
     areas = ImageTransform(recorded.shape[:2], case["shortest_image_edge"] or target, path="albumentations", **settings)
     assert np.array_equal(areas(frame), recorded)
+
+
+TURNS = load_file(GOLDENS / "groot_n1_7" / "turns.safetensors")
+
+
+@pytest.mark.parametrize("recorded", sorted(TURNS.keys() - {"frame"}))
+def test_turned_images_are_the_official_ones(recorded):
+    """Pixel for pixel torchvision's; Albumentations' within the rounding of OpenCV, which differs between versions."""
+    library, _, degrees = recorded.partition(".")
+    turn, apart = {"torchvision": (turn_black, 0), "albumentations": (turn_mirrored, 1)}[library]
+    turned = turn(TURNS["frame"].numpy(), float(degrees)).astype(int)
+    assert np.abs(turned - TURNS[recorded].numpy()).max() <= apart
 
 
 def test_language_is_the_official_one():
@@ -157,6 +169,24 @@ def test_augmentation_is_a_function_of_the_sample_and_for_training_only(build, s
     assert np.array_equal(images(1, False), images(2, False))
 
 
+@pytest.mark.parametrize("path", ["torch", "albumentations"])
+def test_rotation_is_drawn_from_the_samples_generator_and_alike_for_all_views(build, sample, path):
+    plain = {"color_jitter": (0.0, 0.0, 0.0, 0.0), "image_path": path, "crop_fraction": None}
+    processing = build(image_augment=True, random_rotation_angle=20.0, shortest_image_edge=64, **plain)
+    both = {**sample, "observation.images.wrist": sample["observation.images.scene"]}
+
+    def images(index: int, training: bool) -> np.ndarray:
+        return processing.sample(both, sample_rng(0, 0, index, "augment"), training)["images"]
+
+    one, rng = images(1, True), sample_rng(0, 0, 1, "augment")
+    assert np.array_equal(one, images(1, True)) and np.array_equal(one[0], one[1])
+    assert not np.array_equal(one, images(2, True)) and not np.array_equal(one, images(1, False))
+    place = rng.random(), rng.random()
+    turned = processing.transform(both["observation.images.scene"], place, rng.uniform(-20.0, 20.0))
+    assert np.array_equal(one[0], turned)
+    assert np.array_equal(build(**plain, shortest_image_edge=64).observe(both)["images"], images(1, False))
+
+
 def test_official_files_win(name, build, sample, tmp_path):
     (tmp_path / "embodiment_id.json").write_text(json.dumps({"my_robot": 7}))
     kwargs = {"image_target_size": [64, 64], "image_crop_size": [48, 48], "formalize_language": False}
@@ -169,11 +199,11 @@ def test_official_files_win(name, build, sample, tmp_path):
     with pytest.raises(UserError, match="my_robot"):
         build(official_folder=str(tmp_path), embodiment_tag="new_embodiment")
     assert processing.data.color_jitter == (0.3, 0.4, 0.5, 0.08)
-    kwargs |= {"use_albumentations": True, "color_jitter_params": {"hue": 0.1}}
+    kwargs |= {"use_albumentations": True, "color_jitter_params": {"hue": 0.1}, "random_rotation_angle": 5}
     (tmp_path / "processor_config.json").write_text(json.dumps({"processor_kwargs": kwargs}))
     processing = build(official_folder=str(tmp_path), embodiment_tag="my_robot")
     assert processing.transform == ImageTransform((64, 64), 64, 0.75, path="albumentations")
-    assert processing.data.color_jitter == (0.0, 0.0, 0.0, 0.1)
+    assert processing.data.color_jitter == (0.0, 0.0, 0.0, 0.1) and processing.data.random_rotation_angle == 5.0
     wide = {name: replace(camera, width=160) for name, camera in processing.info.cameras.items()}
     files = {"official_folder": str(tmp_path), "embodiment_tag": "my_robot"}
     with pytest.raises(UserError, match=r"128 × 160 becomes 64 × 80. Set model.image_size=64 model.image_width=80"):
@@ -196,6 +226,8 @@ def test_official_files_win(name, build, sample, tmp_path):
     ({"model_changes": {"max_token_len": 40}}, "without any text"),
     ({"action_steps": 17}, "between 1 and 16"),
     ({"crop_fraction": 1.5}, "above 0 and at most 1"),
+    ({"sin_cos_embedding_keys": ("arm",)}, "sin_cos_embedding_keys 'arm': .* state"),
+    ({"sin_cos_embedding_keys": ("state",), "model_changes": {"max_state_dim": 7}}, r"8 dimensions \(sines and"),
     ({"official_folder": "/nowhere"}, "not a folder"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_said_at_once(build, changes, message):
