@@ -4,9 +4,10 @@ Runs in an interpreter that has LeRobot (0.6.1), without vlaforge, called by tes
 
     python peer_lerobot_policy.py JOB.json
 
-Nothing of the official code is changed but the sizes of π0.5's towers (it hard-codes the published ones), where it
-looks for a tokenizer, and X-VLA's noise, which is given. Configuration, weights, and both processor pipelines come from
-the export's folder.
+Nothing of the official code is changed but the sizes of π0.5's towers and of GR00T's backbone (it hard-codes the
+published ones), where it looks for a tokenizer (with GR00T also for the chat template and the image processor's
+settings), and the noise of X-VLA and GR00T, which is given. Configuration, weights, and both processor pipelines come
+from the export's folder; GR00T's pipelines from the export in NVIDIA's layout, which its policy is built on.
 """
 
 import importlib
@@ -27,23 +28,23 @@ def peer(root, name):
     return importlib.import_module(name)
 
 
-def tokenizer_of(path, marks):
+def tokenizer_of(path, marks, side="right"):
     """`marks` stand around the text."""
     raw = Tokenizer.from_file(path)
     before, after = marks
     words = " ".join(filter(None, (before, "$A", after)))
     named = [(mark, raw.token_to_id(mark)) for mark in marks if mark]
     raw.post_processor = TemplateProcessing(single=words, special_tokens=named)
-    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", padding_side="right")
+    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", unk_token="<unk>", padding_side=side)
 
 
 def pi05(job):
-    """(policy, what predicts a chunk from a batch and its noise)"""
+    """(policy, what predicts a chunk from a batch and its noise, both pipelines)"""
     peer(job["root"], "lerobot_pi05").set_sizes(job["sizes"])
     from lerobot.policies.pi05.modeling_pi05 import PI05Policy
 
     policy = PI05Policy.from_pretrained(job["export"], strict=True, local_files_only=True)
-    return policy, lambda batch, noise: policy.predict_action_chunk(batch, noise=noise)
+    return policy, lambda batch, noise: policy.predict_action_chunk(batch, noise=noise), *stored_pipelines(job)
 
 
 def xvla(job):
@@ -57,19 +58,74 @@ def xvla(job):
         drawn.normal = [noise]
         return policy.predict_action_chunk(batch)
 
-    return policy, predict
+    return policy, predict, *stored_pipelines(job)
 
 
-def main(job):
-    policy, predict = {"pi05": pi05, "xvla": xvla}[job["model"]](job)
+CHAT = (
+    "{% for turn in messages %}<|im_start|>{{ turn.role }}\n{% for part in turn.content %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}<|im_end|>\n{% endfor %}"
+)
+"""Qwen3-VL's published chat template, as far as GR00T's prompts go."""
+
+
+def groot_n1_7(job):
+    from lerobot.configs import FeatureType, PolicyFeature
+    from lerobot.policies.groot import groot_n1_7 as official
+    from lerobot.policies.groot import modeling_groot, processor_groot
+    from lerobot.policies.groot.configuration_groot import GrootConfig
+    from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    step, sizes = peer(job["root"], "lerobot_groot_n1_7"), job["sizes"]
+    vision, tokenizer = sizes["vision"], tokenizer_of(job["tokenizer"], job["marks"], "left")
+    patches = {
+        "patch_size": vision["patch"], "temporal_patch_size": vision["frames"], "merge_size": vision["merge"],
+        "size": {"shortest_edge": 1, "longest_edge": 2**24}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+    }  # fmt: skip
+    processor = Qwen3VLProcessor(
+        Qwen2VLImageProcessor(**patches), tokenizer, Qwen3VLVideoProcessor(**patches), chat_template=CHAT
+    )
+    official._is_cosmos_reason2_backbone = lambda name: True
+    official._cosmos_reason2_qwen3_vl_config = lambda: step.backbone_config(sizes)
+    processor_groot._build_n1_7_processor = lambda name: processor
+    cameras = {f"observation.images.{name}": shape for name, shape in job["cameras"].items()}
+    features = {name: PolicyFeature(type=FeatureType.VISUAL, shape=shape) for name, shape in cameras.items()}
+    features["observation.state"] = PolicyFeature(type=FeatureType.STATE, shape=(job["state_dim"],))
+    config = GrootConfig(
+        base_model_path=job["base"], device="cpu", use_bf16=False, input_features=features,
+        output_features={"action": PolicyFeature(type=FeatureType.ACTION, shape=(job["action_dim"],))},
+        **{name: sizes[name] for name in ("max_state_dim", "max_action_dim")},
+        chunk_size=sizes["action_horizon"], n_action_steps=sizes["action_horizon"],
+    )  # fmt: skip
+    create = modeling_groot.GrootPolicy._create_groot_model
+
+    def emptied(policy):
+        """NVIDIA's layout loads (in bf16, officially); then all weights are zeros, so that LeRobot's must hold them."""
+        model = create(policy)
+        held = model.state_dict()
+        for name, value in load_file(Path(job["base"]) / "model.safetensors").items():
+            assert torch.equal(held[name], value.bfloat16().float()), name
+        for value in held.values():
+            value.zero_()
+        return model
+
+    modeling_groot.GrootPolicy._create_groot_model = emptied
+    policy = modeling_groot.GrootPolicy.from_pretrained(job["export"], config=config, strict=True)
+    pipelines = processor_groot.make_groot_pre_post_processors_from_pretrained(config, job["base"])
+    official.torch = drawn = peer(job["root"], "lerobot_step").GivenNoise()
+
+    def predict(batch, noise):
+        drawn.normal = [noise]
+        return policy.predict_action_chunk(batch)
+
+    return policy, predict, *pipelines
+
+
+def stored_pipelines(job):
     from lerobot.processor import PolicyProcessorPipeline
     from lerobot.processor.converters import policy_action_to_transition, transition_to_policy_action
 
     folder = job["export"]
-    stored = load_file(Path(folder) / "model.safetensors")
-    loaded = policy.state_dict()
-    for name, value in stored.items():  # from_pretrained goes on with random weights when loading fails
-        assert torch.equal(loaded[name].cpu(), value), name
     before = PolicyProcessorPipeline.from_pretrained(
         folder,
         "policy_preprocessor.json",
@@ -81,6 +137,15 @@ def main(job):
         to_transition=policy_action_to_transition,
         to_output=transition_to_policy_action,
     )
+    return before, after
+
+
+def main(job):
+    policy, predict, before, after = {"pi05": pi05, "xvla": xvla, "groot_n1_7": groot_n1_7}[job["model"]](job)
+    stored = load_file(Path(job["export"]) / "model.safetensors")
+    loaded = policy.state_dict()
+    for name, value in stored.items():  # from_pretrained goes on with random weights when loading fails
+        assert torch.equal(loaded[name].cpu(), value), name
     given = load_file(job["observations"])
     noise = given.pop("noise")
     results = {}
@@ -88,7 +153,7 @@ def main(job):
         observation = {name: value[number] for name, value in given.items()}
         batch = before({**observation, "task": task})
         actions = predict(batch, noise[number : number + 1])
-        results[f"tokens.{number}"] = batch["observation.language.tokens"]
+        results[f"tokens.{number}"] = batch.get("observation.language.tokens", batch.get("input_ids"))
         results[f"actions.{number}"] = after(actions)
     save_file({name: value.contiguous() for name, value in results.items()}, job["result"])
     print(f"{len(job['tasks'])} observations")
