@@ -28,6 +28,7 @@ from vlaforge.graphs.count import BACKWARD, Counter, Kinds, Tally, blocked_atten
 from vlaforge.graphs.devices import GIB, DeviceKind
 from vlaforge.graphs.options import PlanOptions
 from vlaforge.graphs.plan import Plan, make_plan
+from vlaforge.graphs.rows import cut_tables
 
 NOT_ON_META = ("compile_blocks", "graph_blocks")
 """Module passes whose effect is estimated from the counts instead of being applied."""
@@ -157,7 +158,8 @@ def _held(network: nn.Module) -> int:
 
 
 def weights_memory(model: nn.Module, options: PlanOptions) -> Memory:
-    """Weights, gradients, masters and AdamW's two moments on one device; FSDP divides them by the world."""
+    """Weights, gradients, masters and AdamW's two moments on one device; FSDP divides them by the world. The rows of
+    tables that do not train stay on the host, which a CPU is itself."""
     memory = Memory()
     for parameter in model.parameters():
         size = parameter.numel() * parameter.element_size()
@@ -172,6 +174,8 @@ def weights_memory(model: nn.Module, options: PlanOptions) -> Memory:
     if options.strategy in ("fsdp", "hsdp"):
         for name in ("weights", "gradients", "optimizer", "masters"):
             setattr(memory, name, getattr(memory, name) // options.world)
+    if not options.device_kind.cuda:
+        memory.weights += sum(rows.rest.nbytes for rows in cut_tables(model).values())
     return memory
 
 
@@ -186,6 +190,17 @@ def on_meta(model: nn.Module) -> nn.Module:
     return twin
 
 
+def lowered(model: nn.Module, contract: Contract, options: PlanOptions) -> tuple[nn.Module, Plan]:
+    """A copy of `model` on the meta device, changed by the plan for `options` as far as that can be; and the plan."""
+    twin = on_meta(model)
+    plan = make_plan(twin, contract, options)
+    with torch.device("meta"):
+        for entry in plan.entries:
+            if entry.state == "on" and entry.rule.stage == "module" and entry.name not in NOT_ON_META:
+                entry.rule.apply(twin, entry.sites, plan.context)
+    return twin, plan
+
+
 def step_cost(
     model: nn.Module, contract: Contract, options: PlanOptions, sizes: dict[str, int] | None = None
 ) -> tuple[Cost, Plan]:
@@ -194,13 +209,8 @@ def step_cost(
     `sizes` gives the lengths that trimmed axes have where `trim_tokens` is on, by the trim's mask; without it, and for
     memory, the full ones count.
     """
-    twin = on_meta(model)
-    plan = make_plan(twin, contract, options)
+    twin, plan = lowered(model, contract, options)
     compiled = frozenset(group.path for group in twin.blocks()) if plan.on("compile_blocks") else frozenset()
-    with torch.device("meta"):
-        for entry in plan.entries:
-            if entry.state == "on" and entry.rule.stage == "module" and entry.name not in NOT_ON_META:
-                entry.rule.apply(twin, entry.sites, plan.context)
     batch, draw = meta_inputs(contract, options.batch_size, sizes if plan.on("trim_tokens") else None)
     cost = count_step(twin, batch, draw, options)
     cost.compiled, cost.captured = compiled, plan.on("graph_step")

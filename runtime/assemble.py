@@ -20,19 +20,18 @@ from vlaforge.graphs import Plan, StepParts, make_plan
 from vlaforge.graphs.passes.freeze import frozen_to_eval
 from vlaforge.runtime import meta
 from vlaforge.runtime.adapter import attach
-from vlaforge.runtime.args import TrainingArgs
 from vlaforge.runtime.checkpoint import formats
 from vlaforge.runtime.checkpoint.resumed import check_kind
 from vlaforge.runtime.checkpoint.weights import load_model, load_pretrained, own_layout
 from vlaforge.runtime.ema import Ema
 from vlaforge.runtime.guards import Guard, GuardConfig, LossScale
 from vlaforge.runtime.meter import StageTimer
-from vlaforge.runtime.optim import Group, Hyper, Optimizer, build_optimizer, fading
+from vlaforge.runtime.optim import Group, Hyper, Optimizer, build_optimizer
 from vlaforge.runtime.params import rebind, split_names
-from vlaforge.runtime.preflight import plan_options
+from vlaforge.runtime.preflight import run_options
 from vlaforge.runtime.programs import FinetuneTrainer, program
 from vlaforge.runtime.ranks import Ranks
-from vlaforge.runtime.schedules import Schedule, fit_to_run
+from vlaforge.runtime.schedules import build_schedule
 from vlaforge.runtime.setup import Setup
 from vlaforge.runtime.step import Step
 
@@ -79,35 +78,9 @@ def build_model(setup: Setup, found: Path | None, note: Callable[[str], None]) -
     return model.to(setup.device)
 
 
-def build_schedule(args: TrainingArgs) -> Schedule:
-    """The learning-rate schedule of the flags."""
-    schedule = Schedule(
-        args.lr_decay_style,
-        warmup=args.lr_warmup_iters,
-        total=args.lr_decay_iters or args.train_iters,
-        cycles=args.num_cycles,
-        end_lr=args.lr_end,
-        power=args.polynomial_power,
-        f_start=args.lambda_f_start,
-        f_max=args.lambda_f_max,
-        f_min=args.lambda_f_min,
-        cycle_length=args.lambda_cycle_length,
-    )
-    return fit_to_run(schedule, args.train_iters)
-
-
 def build_plan(setup: Setup, model: nn.Module, groups: Sequence[Group]) -> Plan:
     """The plan for the present model and flags; changes nothing."""
-    options = replace(
-        plan_options(setup.args, setup.device),
-        frozen=frozenset(name for name, param in model.named_parameters() if not param.requires_grad),
-        groups={name: group.name for group in groups for name in group.params},
-        fp32_masters=setup.args.master_weights,
-        adapters=setup.args.use_lora,
-        fading=fading(setup.args.optimizer, groups, build_schedule(setup.args).highest),
-        embodiments=program(setup.args.trainer_type).embodiments(setup),
-    )
-    return make_plan(model, setup.contract, options)
+    return make_plan(model, setup.contract, run_options(setup, model, groups))
 
 
 def assemble(

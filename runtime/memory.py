@@ -10,7 +10,7 @@ from torch import nn
 from vlaforge.data.errors import UserError
 from vlaforge.data.schema import Contract
 from vlaforge.graphs import PlanOptions
-from vlaforge.graphs.cost import step_cost, weights_memory
+from vlaforge.graphs.cost import lowered, step_cost, weights_memory
 from vlaforge.graphs.devices import GIB
 from vlaforge.runtime.args import TrainingArgs
 from vlaforge.runtime.setup import Setup
@@ -20,14 +20,13 @@ def check_memory(args: TrainingArgs, model: nn.Module, contract: Contract, optio
     """Raises UserError when what training holds at all times, before any activation, is more than one device has.
 
     Args:
-        model: its parameters in fp32, on any device; what is frozen is frozen.
+        model: its parameters in fp32, on any device; what is frozen is frozen. The plan for `options` is not made yet.
         contract: of a batch, which stands beside the weights.
     """
-    memory = weights_memory(model, options)
+    memory = weights_memory(lowered(model, contract, options)[0], options)
     shared = options.world if options.strategy == "zero1" else 1
-    held = memory.weights + memory.gradients + (0 if args.optimizer == "SGD" else memory.optimizer // shared)
-    if args.dtype != "float32" and not args.master_weights:
-        held //= 2  # with masters, low-precision weights and gradients make up for them
+    updated = memory.masters + (0 if args.optimizer == "SGD" else memory.optimizer)
+    held = memory.weights + memory.gradients + updated // shared
     fields = contract.fields.values()
     batch = args.per_device_batch_size * sum(math.prod(field.shape) * field.dtype.itemsize for field in fields)
     there = available(options)

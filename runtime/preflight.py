@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -30,10 +31,12 @@ from vlaforge.runtime.config import Resolved
 from vlaforge.runtime.cuda_graphs import graph_options
 from vlaforge.runtime.launch import check_processes, world_size
 from vlaforge.runtime.memory import check_memory
-from vlaforge.runtime.optim import executor
+from vlaforge.runtime.optim import Group, executor, fading
 from vlaforge.runtime.params import build_groups_of, split_names
 from vlaforge.runtime.programs import options, program
+from vlaforge.runtime.schedules import build_schedule
 from vlaforge.runtime.setup import Setup, build_setup
+from vlaforge.runtime.valueless import NeedsValues, valueless
 from vlaforge.runtime.wrap import strategy_of
 
 Passed = Callable[[str, str], None]
@@ -71,11 +74,11 @@ def preflight(resolved: Resolved, passed: Passed = lambda name, what: None) -> S
         new = split_names(args.new_modules)
         account = check_pretrained(model, setup.resolved.family, args.pretrained_checkpoint, new)
         passed("checkpoint", f"{args.pretrained_checkpoint}, {account.text().splitlines()[0]}")
-    check_trained(args, model, found)
+    groups = check_trained(args, model, found)
     if found is not None:
         check_resumed_optimizer(setup, model, found)
     if not args.dry_run:
-        check_memory(args, model, setup.contract, plan_options(args, setup.device))
+        check_memory(args, model, setup.contract, run_options(setup, model, groups))
     setup.notes += check_sample(setup)
     passed("first sample", "read, processed, and as the batch contract says")
     return setup
@@ -109,7 +112,7 @@ def check_apart(args: TrainingArgs) -> None:
         )
 
 
-def check_resume(args: TrainingArgs, passed: Passed) -> Path:
+def check_resume(args: TrainingArgs, passed: Passed = lambda name, what: None) -> Path:
     """The checkpoint to resume from."""
     folder = Path(args.output_dir) / "checkpoints"
     found = Checkpoints(folder).newest()
@@ -129,33 +132,32 @@ def meta_model(setup: Setup) -> torch.nn.Module:
 
 
 def check_forward(model: torch.nn.Module, contract: Contract) -> None:
-    """One sample goes through `model` (on the meta device), so that its sizes fit one another."""
+    """One sample goes through `model` (on the meta device), so that its sizes fit one another; as far as that can be
+    known without values."""
     batch, draw = meta_inputs(contract, 1)
-    with settings_fit("compute a loss"), torch.device("meta"), torch.no_grad():
+    with settings_fit("compute a loss"), suppress(NeedsValues), valueless(), torch.no_grad():
         model.frozen_networks("meta")  # made beforehand: they are no part of the forward
         model(batch, draw)
 
 
 @contextmanager
 def settings_fit(what: str) -> Iterator[None]:
-    """Turns what torch says of sizes that do not go together into a sentence. What cannot be known without values (on
-    the meta device) passes."""
+    """Turns what torch says of sizes that do not go together into a sentence."""
     try:
         yield
-    except NotImplementedError:
-        return
     except (ArithmeticError, AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
         why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-        if "meta" not in why.lower():
-            raise UserError(f"A model with these settings of model.* cannot {what}: {why}.") from error
+        raise UserError(f"A model with these settings of model.* cannot {what}: {why}.") from error
 
 
-def check_trained(args: TrainingArgs, model: torch.nn.Module, found: Path | None) -> None:
+def check_trained(args: TrainingArgs, model: torch.nn.Module, found: Path | None) -> list[Group]:
     """What is frozen, adapted and given a rate of its own is named rightly, and something is left to train."""
     if args.use_lora:
         adapt(model, args, found)
-    if not build_groups_of(args, model):
+    groups = build_groups_of(args, model)
+    if not groups:
         raise UserError("Nothing to train: every parameter is frozen, so free some in --freeze-modules.")
+    return groups
 
 
 def check_sample(setup: Setup) -> list[str]:
@@ -188,8 +190,16 @@ def check_frames(info: DatasetInfo, sample: Sample) -> None:
 # ------------------------------------------------------------------------------------------------- memory
 
 
+def on_paper(setup: Setup) -> tuple[torch.nn.Module, PlanOptions]:
+    """The model as it will train (adapted, partly frozen) as names and shapes, and what its plan depends on."""
+    found = check_resume(setup.args) if setup.args.resume else None
+    model = meta_model(setup)
+    groups = check_trained(setup.args, model, found)
+    return model, run_options(setup, model, groups)
+
+
 def plan_options(args: TrainingArgs, device: torch.device) -> PlanOptions:
-    """What the plan and the memory estimate need to know of the flags."""
+    """What the plan needs to know of the flags."""
     world = world_size()
     kind = args.device_kind or ("cpu" if device.type == "cpu" else "auto")
     return PlanOptions(
@@ -205,4 +215,18 @@ def plan_options(args: TrainingArgs, device: torch.device) -> PlanOptions:
         world=world,
         strategy=strategy_of(args, world),
         **graph_options(args),
+    )
+
+
+def run_options(setup: Setup, model: torch.nn.Module, groups: Sequence[Group]) -> PlanOptions:
+    """What the plan and the memory estimate need to know of a run: the flags, what of `model` trains, the data."""
+    args = setup.args
+    return replace(
+        plan_options(args, setup.device),
+        frozen=frozenset(name for name, param in model.named_parameters() if not param.requires_grad),
+        groups={name: group.name for group in groups for name in group.params},
+        fp32_masters=args.master_weights,
+        adapters=args.use_lora,
+        fading=fading(args.optimizer, groups, build_schedule(args).highest),
+        embodiments=program(args.trainer_type).embodiments(setup),
     )

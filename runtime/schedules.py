@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from vlaforge.data.errors import UserError, unknown
+from vlaforge.runtime.args import TrainingArgs
 
 
 @dataclass(frozen=True)
@@ -181,3 +182,20 @@ def fit_to_run(schedule: Schedule, train_iters: int) -> Schedule:
     if schedule.style != "lerobot_cosine" or train_iters >= schedule.total:
         return schedule
     return replace(schedule, warmup=int(schedule.warmup * train_iters / schedule.total), total=train_iters)
+
+
+def build_schedule(args: TrainingArgs) -> Schedule:
+    """The learning-rate schedule of the flags."""
+    schedule = Schedule(
+        args.lr_decay_style,
+        warmup=args.lr_warmup_iters,
+        total=args.lr_decay_iters or args.train_iters,
+        cycles=args.num_cycles,
+        end_lr=args.lr_end,
+        power=args.polynomial_power,
+        f_start=args.lambda_f_start,
+        f_max=args.lambda_f_max,
+        f_min=args.lambda_f_min,
+        cycle_length=args.lambda_cycle_length,
+    )
+    return fit_to_run(schedule, args.train_iters)

@@ -160,7 +160,7 @@ def show_plan(resolved: Resolved, console: Console) -> int:
 def dry_run(resolved: Resolved, console: Console) -> int:
     """``--dry-run``: every check, then the memory that a step will need."""
     from vlaforge.runtime.memory import memory_report
-    from vlaforge.runtime.preflight import meta_model, plan_options, preflight
+    from vlaforge.runtime.preflight import on_paper, preflight
 
     for note in resolved.notes:
         console.say(f"note  {note}")
@@ -168,7 +168,7 @@ def dry_run(resolved: Resolved, console: Console) -> int:
     for note in setup.notes:
         console.say(f"note  {note}")
     console.say()
-    console.say(memory_report(setup, meta_model(setup), plan_options(resolved.args, setup.device)))
+    console.say(memory_report(setup, *on_paper(setup)))
     console.say()
     console.say("All checks passed; nothing was trained (--dry-run).")
     return 0
