@@ -71,6 +71,10 @@ class Dataset(ABC):
         """What samples have under ``embodiment``; a dataset of one robot says nothing there."""
         return ("",)
 
+    def tasks(self) -> list[str]:
+        """The different task texts of the samples; "" for none."""
+        return list(dict.fromkeys(text for episode in self.episodes for text in episode.tasks or ("",)))
+
     @cached_property
     def ends(self) -> list[int]:
         """The position behind the last sample of each episode; each row starts one unless a reader says otherwise."""

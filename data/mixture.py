@@ -135,6 +135,9 @@ class Mixture(Dataset):
     def embodiments(self) -> tuple[str, ...]:
         return tuple(part.embodiment for part in self.parts)
 
+    def tasks(self) -> list[str]:
+        return list(dict.fromkeys(task for part in self.parts for task in part.dataset.tasks()))
+
     @cached_property
     def ends(self) -> list[int]:
         starts = self._starts.tolist()

@@ -1,8 +1,10 @@
-"""Text → fixed-length token ids, from any ``tokenizer.json`` (a file, or the folder that holds it)."""
+"""Text → fixed-length token ids, from any ``tokenizer.json`` (a file, or the folder that holds it); and who is told
+when a text is too long."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -99,6 +101,39 @@ class Tokenizer:
 
     def _first(self, names: Sequence[str], default: int | None = None) -> int | None:
         return next((i for i in map(self._raw.token_to_id, names) if i is not None), default)
+
+
+class Room:
+    """The tokens that a model leaves a prompt; says once that one has more, be it of tasks or of a sample.
+
+    Args:
+        length: the most tokens; `setting` is what raises it.
+        lost: what prompts lose that are too long.
+    """
+
+    def __init__(self, length: int, setting: str, lost: str = "their end"):
+        self.length, self.setting, self.lost, self.said = length, setting, lost, False
+
+    def notes(self, lengths: Mapping[str, int]) -> list[str]:
+        """A sentence about the tasks whose prompts, of so many tokens, are cut; none where all have room."""
+        cut = {task: count for task, count in lengths.items() if count > self.length}
+        if not cut:
+            return []
+        self.said, longest = True, max(cut, key=lambda task: cut[task])
+        return [
+            f"Prompts of more than {self.length} tokens lose {self.lost}: {len(cut)} of {len(lengths)} tasks have "
+            f"such. Raise {self.setting} to {cut[longest]}, which the longest needs: {longest!r}."
+        ]
+
+    def tell(self, count: int, text: str) -> None:
+        """Warns, the first time, when the prompt `text` of `count` tokens is cut."""
+        if count > self.length and not self.said:
+            self.said = True
+            warnings.warn(
+                f"A prompt has {count} tokens; those of more than {self.length} lose {self.lost}: raise {self.setting}."
+                f" Prompt: {text!r}",
+                stacklevel=3,
+            )
 
 
 def _find(path: Path | str) -> Path:

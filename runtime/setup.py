@@ -98,6 +98,7 @@ def build_setup(resolved: Resolved, passed: Callable[[str, str], None] = lambda 
     notes += [*getattr(dataset, "notes", ()), *getattr(processing, "notes", ()), *doubtful(resolved, dataset)]
     return Setup(
         resolved, device, dataset, held_out, model_config, data_config, contract, processing, normalizers,
+    notes += cut_prompts(processing, dataset, held_out)
         statistics, tokenizer, rows, notes,
     )  # fmt: skip
 
@@ -261,6 +262,14 @@ def load_tokenizer(resolved: Resolved) -> Tokenizer | None:
     if options is None or (needed is not None and not needed(resolved.model_config)):
         return None
     path = resolved.args.tokenizer_path
+def cut_prompts(processing: Any, *datasets: Dataset | None) -> list[str]:
+    """What to say of tasks that the model would not read to their end; few and cheap, as the metadata lists them."""
+    if (room := getattr(processing, "room", None)) is None:  # a family that reads no text
+        return []
+    tasks = dict.fromkeys(task for part in datasets if part is not None for task in part.tasks())
+    return room.notes({task: processing.prompt_length(task) for task in tasks})
+
+
     if path is None:
         raise UserError(
             f"{resolved.family.name} needs a tokenizer: give its tokenizer.json, or the folder that holds it, with "

@@ -7,7 +7,6 @@ Axes: V cameras, T video frames, H action steps, A action dimensions of the mode
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from vlaforge.data.dataset import Dataset, DatasetInfo
 from vlaforge.data.errors import UserError, unknown
 from vlaforge.data.normalize import NormalizerSet
 from vlaforge.data.schema import ACTION, ACTION_IS_PAD, IMAGES, STATE, TASK, DataNeeds, Sample
-from vlaforge.data.tokenizer import Tokenizer
+from vlaforge.data.tokenizer import Room, Tokenizer
 from vlaforge.models.fastwam.config import DataConfig, ModelConfig
 from vlaforge.models.fastwam.text_cache import OfficialTextCache
 from vlaforge.models.video.canvas import compose, slots
@@ -55,7 +54,8 @@ class Processing:
         self.cameras = assign_cameras(data_config, dataset_info)
         slots(model_config.layout, len(self.cameras), model_config.height, model_config.width)
         self._check()
-        self._warned = False
+        reads_text = self.tokenizer_needed(model_config)
+        self.room = Room(model_config.text_tokens, "model.text_tokens") if reads_text else None
         self.caches: list[FeatureCache] = []
         self.official_text = self._official_text()
         if self.reads_cache:
@@ -215,12 +215,15 @@ class Processing:
 
     def tokens(self, prompt: str) -> dict[str, np.ndarray]:
         """`tokens` int64 [L] and `token_mask` bool [L] of a prompt."""
-        text, length = clean_prompt(prompt), self.model.text_tokens
-        ids, mask = self.tokenizer.encode(text, length)
-        if mask.all() and not self._warned and (count := len(self.tokenizer.ids(text))) > length:
-            self._warned = True
-            warnings.warn(f"A prompt has {count} tokens and loses those behind {length}: {text!r}", stacklevel=2)
+        text = clean_prompt(prompt)
+        ids, mask = self.tokenizer.encode(text, self.model.text_tokens)
+        if mask.all() and not self.room.said:
+            self.room.tell(len(self.tokenizer.ids(text)), text)
         return {"tokens": ids, "token_mask": mask}
+
+    def prompt_length(self, task: str) -> int:
+        """Tokens of the task's prompt, uncut."""
+        return len(self.tokenizer.ids(clean_prompt(self.prompt(task))))
 
     def _text(self, sample: Sample) -> dict[str, np.ndarray]:
         prompt = self.prompt(str(sample.get(TASK, "")))

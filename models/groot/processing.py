@@ -6,7 +6,6 @@ Axes: V views, S side of an image, L tokens, H action steps, A action width of t
 from __future__ import annotations
 
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -19,7 +18,7 @@ from vlaforge.data.dataset import DatasetInfo
 from vlaforge.data.errors import UserError, unknown
 from vlaforge.data.normalize import NormalizerSet
 from vlaforge.data.schema import STATE, TASK, DataNeeds, Sample
-from vlaforge.data.tokenizer import Tokenizer
+from vlaforge.data.tokenizer import Room, Tokenizer
 from vlaforge.models.groot.colour import jitter
 from vlaforge.models.groot.config import GrootConfig, GrootDataConfig
 from vlaforge.models.groot.images import ImageTransform, formalize
@@ -71,7 +70,7 @@ class GrootProcessing(ABC):
         self.grid = tuple(size // vision.patch for size in model_config.frame)
         self.view_tokens = math.prod(size // vision.merge for size in self.grid)
         self._check()
-        self._warned = False
+        self.room = Room(model_config.max_token_len, "model.max_token_len", "words at the end of their task")
 
     @abstractmethod
     def prompt(self, text: str) -> list[Piece]:
@@ -246,20 +245,12 @@ class GrootProcessing(ABC):
 
     def _tokens(self, task: str) -> tuple[np.ndarray, np.ndarray]:
         """ids int64 [L] and mask bool [L]; a task that is too long loses words at its end, never an image."""
-        text = formalize(task) if self.data.formalize_language else task
-        length = self.model.max_token_len
+        text, length = self._text(task), self.model.max_token_len
         ids = self._ids(text)
-        if len(ids) > length:
-            if not self._warned:
-                self._warned = True
-                warnings.warn(
-                    f"A prompt has {len(ids)} tokens, more than model.max_token_len, {length}; its task loses words at "
-                    f"the end: {text!r}",
-                    stacklevel=2,
-                )
-            while len(ids) > length:
-                text = text[: max(text.rfind(" "), 0)]
-                ids = self._ids(text)
+        self.room.tell(len(ids), text)
+        while len(ids) > length:
+            text = text[: max(text.rfind(" "), 0)]
+            ids = self._ids(text)
         tokens_L, mask_L = np.full(length, self.tokenizer.pad_id, np.int64), np.zeros(length, bool)
         tokens_L[length - len(ids) :], mask_L[length - len(ids) :] = ids, True
         return tokens_L, mask_L
@@ -268,4 +259,11 @@ class GrootProcessing(ABC):
         ids: list[int] = []
         for piece in self.prompt(text):
             ids += [self.model.image_token] * piece if isinstance(piece, int) else self.tokenizer.ids(piece)
+    def prompt_length(self, task: str) -> int:
+        """Tokens of the task's prompt, uncut."""
+        return len(self._ids(self._text(task)))
+
+    def _text(self, task: str) -> str:
+        return formalize(task) if self.data.formalize_language else task
+
         return ids

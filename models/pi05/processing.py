@@ -7,7 +7,6 @@ Axes: V views, H action steps, A action dimensions inside the model, S state dim
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -20,7 +19,7 @@ from vlaforge.data.errors import UserError
 from vlaforge.data.images import resize_with_pad, resize_with_pad_pil, to_float
 from vlaforge.data.normalize import NormalizerSet
 from vlaforge.data.schema import ACTION, ACTION_IS_PAD, STATE, TASK, DataNeeds, Sample
-from vlaforge.data.tokenizer import Tokenizer
+from vlaforge.data.tokenizer import Room, Tokenizer
 from vlaforge.data.transforms import ColorJitter, Compose, RandomCrop, Resize, ResizeWithPad, Rotate
 from vlaforge.models.pi05.config import DataConfig, ModelConfig
 
@@ -61,6 +60,8 @@ class Processing:
         self.model, self.data, self.info = model_config, data_config, dataset_info
         self.normalizers, self.tokenizer = normalizers, tokenizer
         self.length = data_config.max_token_len or model_config.max_token_len
+        setting = "data.max_token_len and model.max_token_len" if data_config.max_token_len else "model.max_token_len"
+        self.room = Room(self.length, setting, "their end, 'Action:' included")
         self.action_dim = model_config.action_dim or dataset_info.action_dim
         self.transform = getattr(data_config, "action_transform", None)
         self._check()
@@ -68,7 +69,6 @@ class Processing:
         # Raw frames go to the device when it can do all that is left: one size, and no Pillow.
         on_device = data_config.resize_on_device and not data_config.image_antialias
         self.on_device = on_device and one_size(dataset_info, self.cameras)
-        self._warned = False
 
     def _check(self) -> None:
         model, data = self.model, self.data
@@ -151,14 +151,14 @@ class Processing:
 
     def _tokens(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         tokens, mask = self.tokenizer.encode(text, self.length)
-        if mask.all() and not self._warned and len(self.tokenizer.ids(text)) > self.length:
-            self._warned = True
-            warnings.warn(
-                f"A prompt has {len(self.tokenizer.ids(text))} tokens and loses those behind {self.length}, its end "
-                f"with 'Action:' among them; raise data.max_token_len and model.max_token_len. Prompt: {text!r}",
-                stacklevel=2,
-            )
+        if mask.all() and not self.room.said:
+            self.room.tell(len(self.tokenizer.ids(text)), text)
         return tokens, mask
+
+    def prompt_length(self, task: str) -> int:
+        """Tokens of the task's prompt with the state that takes most, three digits a dimension."""
+        state_S = np.ones(self.info.state_dim) if self.data.discrete_state_input else None
+        return len(self.tokenizer.ids(prompt(task, state_S)))
 
     def _placements(self, images_VHWC: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """float32 [V, 16]: OpenPI's training augmentation, which the device applies as it resizes."""

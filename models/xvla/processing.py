@@ -7,7 +7,6 @@ Axes: V views, H action steps, A action and S state width of the model, L text t
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -20,7 +19,7 @@ from vlaforge.data.dataset import DatasetInfo
 from vlaforge.data.errors import UserError
 from vlaforge.data.normalize import NormalizerSet
 from vlaforge.data.schema import TASK, DataNeeds, Sample
-from vlaforge.data.tokenizer import Tokenizer
+from vlaforge.data.tokenizer import Room, Tokenizer
 from vlaforge.models.blocks.image import NormalizeImages
 from vlaforge.models.xvla.config import DataConfig, ModelConfig, domain_number
 
@@ -47,7 +46,7 @@ class Processing:
     ):
         self.model, self.data, self.info, self.tokenizer = model_config, data_config, dataset_info, tokenizer
         self.action_dim = model_config.action_dim or dataset_info.action_dim
-        self._warned = False
+        self.room = Room(model_config.max_token_len, "model.max_token_len")
         self.codec = ActionCodec(data_config, normalizers, model_config.action_width, model_config.state_width)
         assigned = assign_cameras(data_config.cameras, dataset_info, model_config.num_image_views)
         # Empty slots stand last, so that the batch can be cut behind the views that are there.
@@ -134,11 +133,13 @@ class Processing:
         if len(ids) > length:
             if length <= len(self.tokenizer.ids("")):
                 raise UserError(f"model.max_token_len is {length}, which has no room for a word: raise it.")
-            if not self._warned:
-                self._warned = True
-                warnings.warn(f"A prompt has {len(ids)} tokens and loses those behind {length}: {text!r}", stacklevel=2)
+            self.room.tell(len(ids), text)
             ids = [*ids[: length - 1], ids[-1]]
         return np.array([*ids, *[self.tokenizer.pad_id] * (length - len(ids))], np.int64)
+
+    def prompt_length(self, task: str) -> int:
+        """Tokens of the task, uncut."""
+        return len(self.tokenizer.ids(task))
 
     def _resized(self, frame: np.ndarray) -> np.ndarray:
         """uint8 [S, S, 3], where cameras of several sizes cannot travel raw: as the device does it, then rounded."""

@@ -191,9 +191,11 @@ def test_any_column_names_joined_columns_and_language(tiny, damage):
     dataset = open_dataset(root, action_key="actions, gripper", language_key="said")
     sample = dataset.get(5, DataNeeds(action_offsets=(0, 1)))
     assert sample["action"].tolist() == [[5, -5, 1, 1], [6, -6, 2, 0]]
+    assert dataset.tasks() == [f"do {n}" for n in range(8)]
     assert dataset.info.action_dim == 4 and sample["task"] == "do 5"
     assert dataset.column("gripper", dataset.episodes[1]).tolist() == [0, 1, 0, 1]
-    assert open_dataset(root, action_key="actions", language_key="annotation.task").get(0, ONE)["task"] == "pull"
+    numbered = open_dataset(root, action_key="actions", language_key="annotation.task", episodes=[0])
+    assert numbered.get(0, ONE)["task"] == "pull" and numbered.tasks() == ["pull"]
     with pytest.raises(UserError, match="Unknown column 'gripperr'"):
         open_dataset(root, action_key="actions,gripperr")
 

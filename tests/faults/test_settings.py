@@ -118,7 +118,8 @@ def test_what_was_set_in_vain_or_hardly_meant_is_said(noted):
     for words in (
         "Camera 'scene' fills 2 slots (base_0_rgb, left_wrist_0_rgb)",
         "data.fps has no effect here",
-        "A prompt has 18 tokens and loses those behind 12",
+        "Prompts of more than 12 tokens lose their end, 'Action:' included: 3 of 3 tasks have such. Raise "
+        "model.max_token_len to 22, which the longest needs: 'open the door with a revolving joint'.",
         "--loss-log-rank has no effect here: it belongs to a job that has those ranks",
         "--robot-type has no effect here: pi05 treats all robots alike.",
         "--hsdp-shard-size has no effect here: it belongs to several ranks",
@@ -128,6 +129,20 @@ def test_what_was_set_in_vain_or_hardly_meant_is_said(noted):
         "--num-samples has no effect here",
     ):
         assert words in said, words
+
+
+@pytest.mark.parametrize("family, setting, needed", [
+    ("pi05", "model.max_token_len", 22), ("xvla", "model.max_token_len", 11), ("fastwam", "model.text_tokens", 59),
+    ("groot_n1_6", "model.max_token_len", 101), ("groot_n1_7", "model.max_token_len", 51),
+])  # fmt: skip
+def test_every_task_is_read_to_its_end_or_named(forge, family, setting, needed):
+    """Not only that of the first sample, which is a short one; of other episodes than the chosen ones none."""
+    longest = "'open the door with a revolving joint'"
+    cut = forge("--dry-run", f"{setting}={needed - 1}", family=family).out
+    assert f"1 of 3 tasks have such. Raise {setting} to {needed}, which the longest needs: {longest}." in cut
+    assert "tasks have such" not in forge("--dry-run", f"{setting}={needed}", family=family).out
+    short = forge("--dry-run", f"{setting}={needed - 1}", "--episodes", "0:4", family=family)
+    assert short.code == 0 and "tasks have such" not in short.out
 
 
 def test_ranks_of_a_job_are_known(noted, monkeypatch):

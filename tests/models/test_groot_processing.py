@@ -154,7 +154,7 @@ def test_prompts_are_the_published_templates(name, build, sample):
 def test_a_long_task_loses_words_and_no_image(build, sample):
     room = build().observe({**sample, "task": ""})["token_mask"].sum() + 6
     processing = build(model_changes={"max_token_len": int(room)})
-    with pytest.warns(UserWarning, match="loses words at the end"):
+    with pytest.warns(UserWarning, match="lose words at the end of their task"):
         fields = processing.observe({**sample, "task": "press the red button " * 9})
     assert (fields["tokens"] == processing.model.image_token).sum() == 32
 

@@ -250,7 +250,7 @@ def test_the_state_is_needed_only_where_it_is_read(build, sample):
 
 def test_a_prompt_that_is_cut_is_reported_once(build, sample):
     processing = build(max_token_len=8)
-    with pytest.warns(UserWarning, match="loses those behind 8") as caught:
+    with pytest.warns(UserWarning, match="more than 8 lose their end") as caught:
         for _ in range(3):
             assert processing.observe(sample)["token_mask"].all()
     assert len(caught) == 1

@@ -203,6 +203,16 @@ class LeRobotReader(Dataset):
             return self._tasks[int(self.rows.column(self._language)[row].item())]
         return self._tasks.get(task) or (entry.tasks[0] if entry.tasks else "")
 
+    def tasks(self) -> list[str]:
+        """Of the rows, not as the episodes' metadata has it: a row may have any of its dataset's tasks."""
+        if self._texts is not None:
+            return sorted(map(str, set(self._texts.tolist())))
+        key = self._language or "task_index"
+        if key not in self.rows.schema.names:
+            return super().tasks()
+        texts = [self._tasks[number] for number in np.unique(self.rows.column(key)).tolist()]
+        return texts if all(texts) else [*filter(None, texts), *super().tasks()]
+
     def _add_camera(
         self, name: str, samples: list[Sample], places: list[tuple[int, int]], offsets: Sequence[int]
     ) -> None:
