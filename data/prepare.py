@@ -24,13 +24,14 @@ class Prepared:
 def prepare(dataset: Dataset, config: DataConfig, horizon: int, given: Statistics | None = None) -> Prepared:
     """Statistics after the action transform (stored or computed), normalisers, and their table.
 
-    `given` are statistics to normalise by instead (those of a checkpoint); a mixture, which gets normalisers for each
-    embodiment, has its own. Raises UserError for options or data that make no sense;
+    `given` are statistics to normalise by instead (those of a checkpoint), for a mixture, which gets normalisers for
+    each embodiment, by ``embodiment/column``. Raises UserError for options or data that make no sense;
     `norm_table.check(prepared.rows)` is the caller's.
     """
     if not isinstance(dataset, Mixture):
         return _one(dataset, config, horizon, given)
-    parts = {part.embodiment: _one(part.dataset, config, horizon) for part in dataset.parts}
+    chosen = {part.embodiment: _of(part.embodiment, given or {}) for part in dataset.parts}
+    parts = {part.embodiment: _one(part.dataset, config, horizon, chosen[part.embodiment]) for part in dataset.parts}
     normalizers = dataset.normalizers(lambda part: parts[_name(dataset, part)].normalizers)
     values: dict = {}
     rows = []
@@ -43,6 +44,12 @@ def prepare(dataset: Dataset, config: DataConfig, horizon: int, given: Statistic
 
 def _name(mixture: Mixture, dataset: Dataset) -> str:
     return next(part.embodiment for part in mixture.parts if part.dataset is dataset)
+
+
+def _of(embodiment: str, given: Statistics) -> Statistics | None:
+    """Those of one dataset of a mixture; None where there are none."""
+    start = f"{embodiment}/"
+    return {key.removeprefix(start): stats for key, stats in given.items() if key.startswith(start)} or None
 
 
 def _one(dataset: Dataset, config: DataConfig, horizon: int, given: Statistics | None = None) -> Prepared:

@@ -80,7 +80,9 @@ def build_setup(resolved: Resolved, passed: Callable[[str, str], None] = lambda 
         passed("tokenizer", f"{tokenizer.path}, {tokenizer.vocab_size} entries")
     check_stored_statistics(dataset)
     official = getattr(resolved.family.processing, "official", None)
-    data_config, given = official(model_config, data_config, dataset.info) if official else (data_config, None)
+    given = None
+    if official is not None:
+        data_config, given = official(model_config, data_config, dataset.info, parts_of(dataset))
     prepared = prepare(dataset, data_config, getattr(model_config, "action_horizon", 1), given)
     statistics, normalizers, rows = prepared.statistics, prepared.normalizers, prepared.rows
     passed("statistics", statistics.origin)
@@ -198,6 +200,11 @@ def describe_dataset(dataset: Dataset, held_out: Dataset | None) -> str:
         names = ", ".join(str(episode.index) for episode in held_out.episodes)
         parts.append(f"held out: episode {names}, {len(held_out)} frames")
     return ", ".join(parts)
+
+
+def parts_of(dataset: Dataset) -> dict[str, DatasetInfo]:
+    """The datasets of a mixture by embodiment; empty for a dataset alone."""
+    return {part.embodiment: part.dataset.info for part in getattr(dataset, "parts", ())}
 
 
 def fit_to_dataset(resolved: Resolved, info: DatasetInfo) -> tuple[Any, Any]:

@@ -120,7 +120,8 @@ class GrootDataConfig(schema.DataConfig):
         official folder's), or a number.
     official_folder: folder of an official checkpoint. Its ``embodiment_id.json`` and ``processor_config.json`` replace
         the family's table and the options below that say so; its ``statistics.json``, where it has `embodiment_tag`,
-        takes the place of the dataset's (and decides `normalization_mode` and relative actions).
+        takes the place of the dataset's (and decides `normalization_mode` and relative actions). In a mixture each
+        dataset is looked up by its own embodiment.
     official_statistics: read that ``statistics.json``.
     use_modality: read the dataset's ``meta/modality.json``: order of cameras, and of the parts of state and action.
     formalize_language: lower-case the task and leave out punctuation (processor_config wins).

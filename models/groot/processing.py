@@ -22,6 +22,7 @@ from vlaforge.data.tokenizer import Room, Tokenizer
 from vlaforge.models.groot.colour import jitter
 from vlaforge.models.groot.config import GrootConfig, GrootDataConfig
 from vlaforge.models.groot.images import ImageTransform, formalize
+from vlaforge.models.groot.mixture import resolve_mixture
 from vlaforge.models.groot.modality import Modality
 from vlaforge.models.groot.official import Official, Stats, places, resolve
 
@@ -80,11 +81,14 @@ class GrootProcessing(ABC):
         """Fields that only one backbone needs."""
         return {}
 
-    @staticmethod
+    @classmethod
     def official(
-        model: GrootConfig, data: GrootDataConfig, info: DatasetInfo
+        cls, model: GrootConfig, data: GrootDataConfig, info: DatasetInfo, parts: Mapping[str, DatasetInfo] = {}
     ) -> tuple[GrootDataConfig, Stats | None]:
-        """The options, and the statistics of an official checkpoint that the run goes on with (None: the dataset's)."""
+        """The options, and the statistics of an official checkpoint that the run goes on with (None: the dataset's). Of
+        a mixture, `parts` are its datasets by embodiment, and statistics are by ``embodiment/column``."""
+        if parts:
+            return resolve_mixture(data, model.frame, model.action_horizon, parts, cls.embodiments)
         return resolve(data, model.frame, model.action_horizon, info)
 
     def _codec(self, normalizers: NormalizerSet, files: Official | None) -> ActionCodec:
