@@ -98,9 +98,9 @@ def build_setup(resolved: Resolved, passed: Callable[[str, str], None] = lambda 
                 processing.bind(part)
     contract = resolved.family.model.contract(model_config)
     notes += [*getattr(dataset, "notes", ()), *getattr(processing, "notes", ()), *doubtful(resolved, dataset)]
+    notes += cut_prompts(processing, dataset, held_out)
     return Setup(
         resolved, device, dataset, held_out, model_config, data_config, contract, processing, normalizers,
-    notes += cut_prompts(processing, dataset, held_out)
         statistics, tokenizer, rows, notes,
     )  # fmt: skip
 
@@ -262,13 +262,6 @@ def doubtful(resolved: Resolved, dataset: Dataset) -> Iterator[str]:
         )
 
 
-def load_tokenizer(resolved: Resolved) -> Tokenizer | None:
-    """The family's tokenizer, or None for a family that reads no text."""
-    options = getattr(resolved.family.processing, "tokenizer_options", {})
-    needed = getattr(resolved.family.processing, "tokenizer_needed", None)
-    if options is None or (needed is not None and not needed(resolved.model_config)):
-        return None
-    path = resolved.args.tokenizer_path
 def cut_prompts(processing: Any, *datasets: Dataset | None) -> list[str]:
     """What to say of tasks that the model would not read to their end; few and cheap, as the metadata lists them."""
     if (room := getattr(processing, "room", None)) is None:  # a family that reads no text
@@ -277,6 +270,13 @@ def cut_prompts(processing: Any, *datasets: Dataset | None) -> list[str]:
     return room.notes({task: processing.prompt_length(task) for task in tasks})
 
 
+def load_tokenizer(resolved: Resolved) -> Tokenizer | None:
+    """The family's tokenizer, or None for a family that reads no text."""
+    options = getattr(resolved.family.processing, "tokenizer_options", {})
+    needed = getattr(resolved.family.processing, "tokenizer_needed", None)
+    if options is None or (needed is not None and not needed(resolved.model_config)):
+        return None
+    path = resolved.args.tokenizer_path
     if path is None:
         raise UserError(
             f"{resolved.family.name} needs a tokenizer: give its tokenizer.json, or the folder that holds it, with "

@@ -259,10 +259,6 @@ class GrootProcessing(ABC):
         tokens_L[length - len(ids) :], mask_L[length - len(ids) :] = ids, True
         return tokens_L, mask_L
 
-    def _ids(self, text: str) -> list[int]:
-        ids: list[int] = []
-        for piece in self.prompt(text):
-            ids += [self.model.image_token] * piece if isinstance(piece, int) else self.tokenizer.ids(piece)
     def prompt_length(self, task: str) -> int:
         """Tokens of the task's prompt, uncut."""
         return len(self._ids(self._text(task)))
@@ -270,4 +266,8 @@ class GrootProcessing(ABC):
     def _text(self, task: str) -> str:
         return formalize(task) if self.data.formalize_language else task
 
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for piece in self.prompt(text):
+            ids += [self.model.image_token] * piece if isinstance(piece, int) else self.tokenizer.ids(piece)
         return ids
