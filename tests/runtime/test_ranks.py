@@ -11,7 +11,6 @@ import pytest
 
 from vlaforge import models
 
-WORKER = Path(__file__).with_name("ranks_worker.py")
 SIZES = {
     "vision": {"width": 16, "depth": 1, "num_heads": 2, "mlp_dim": 32, "patch_size": 16},
     "language": {"width": 16, "depth": 2, "mlp_dim": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8},
@@ -51,33 +50,14 @@ def runs(world: int) -> dict[str, list[str]]:
     }
 
 
-def take(world: int, jobs: dict[str, list[str]], folder: Path, *flags: str) -> dict:
-    """Runs `jobs` in one job of `world` ranks; their losses, norms and memory by name."""
-    listed = [
-        {"name": name, "argv": [*argv, "--output-dir", str(folder / f"{world}-{name}")]} for name, argv in jobs.items()
-    ]
-    file = folder / f"jobs{world}.json"
-    file.write_text(json.dumps(listed))
-    command = [sys.executable]
-    if world > 1:
-        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-port", "0"]
-        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(WORKER), str(file), *flags], env=env, capture_output=True, text=True, timeout=1500
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-5000:]
-    return json.loads(Path(f"{file}.out").read_text())
-
-
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
+def alone(take, tmp_path_factory):
     """The single process's numbers, which every strategy must give."""
     return take(1, runs(1), tmp_path_factory.mktemp("one"))
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_same_numbers(world, alone, tmp_path):
+def test_same_numbers(world, alone, take, tmp_path):
     """Losses and gradient norms of 5 steps: each strategy, eager and compiled, full, LoRA and with a frozen tower."""
     together = take(world, runs(world), tmp_path)
     assert len(together) == 6 * (4 if world == 4 else 3)
@@ -87,7 +67,7 @@ def test_same_numbers(world, alone, tmp_path):
         assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5), name
 
 
-def test_every_family_sharded_gives_the_numbers_of_one_process(tmp_path):
+def test_every_family_sharded_gives_the_numbers_of_one_process(take, tmp_path):
     """FSDP on 2 ranks, and adapters: losses and gradient norms of 3 steps, for every family but the matrix's own. In
     bf16, with what stays fp32 in units of its own, the loss to that precision."""
     names = [name for name in models.available() if name != "pi05"]
@@ -146,7 +126,7 @@ def test_a_run_goes_on_with_other_ranks(tmp_path):
     assert [loss for _, loss in sharded] == pytest.approx([loss for _, loss in plain], rel=1e-5)
 
 
-def test_traffic_is_the_least(tmp_path):
+def test_traffic_is_the_least(take, tmp_path):
     """Bytes in collectives of one step against the least that each strategy can do with: DDP all-reduces its gradients
     once; ZeRO-1 gathers the weights and scatters the gradients once; FSDP gathers what is in units once more. Beside
     them a step sends a few numbers. (docs/distributed.md has the table.)"""
@@ -165,7 +145,7 @@ def test_traffic_is_the_least(tmp_path):
     assert sent["scattered"] == gradients and weights < sent["gathered"] <= 2 * weights
 
 
-def test_memory_is_shared(tmp_path):
+def test_memory_is_shared(take, tmp_path):
     """ZeRO-1 and FSDP hold about 1/N of the optimiser, FSDP of the weights, too; DDP holds all of it."""
     jobs = {name: [*BASE, "--per-device-batch-size", "2", *STRATEGIES[name]] for name in ("ddp", "zero1", "fsdp")}
     jobs = {name: [*argv, "model.vocab_size=1024", "model.language.mlp_dim=256"] for name, argv in jobs.items()}
