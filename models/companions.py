@@ -26,7 +26,7 @@ Step = tuple[str, dict[str, Any]]
 
 MODES = {"q99": "QUANTILES", "min_max": "MIN_MAX", "mean_std": "MEAN_STD", "identity": "IDENTITY"}
 """Our normalisation modes in LeRobot's words."""
-WITH_STATISTICS = ("normalizer_processor", "unnormalizer_processor")
+WITH_STATISTICS = ("normalizer_processor", "unnormalizer_processor", "groot_n1_7_pack_inputs_v1")
 
 
 def features(

@@ -17,6 +17,7 @@ from typing import Any
 from vlaforge.data.schema import ACTION, STATE
 from vlaforge.models.companions import Files, Statistics, text
 from vlaforge.models.groot.config import GrootConfig, GrootDataConfig
+from vlaforge.models.groot.modality import Described
 from vlaforge.models.groot.official import Official, places
 
 LANGUAGE = "annotation.human.task_description"
@@ -35,17 +36,18 @@ def nvidia(
     official = Official.of(data)
     if official is not None:
         data, numbers = official.options(data, model.frame), official.numbers or numbers
+    if data.embodiment_tag.isdigit():
+        numbers = {**numbers, data.embodiment_tag: int(data.embodiment_tag)}
     files: Files = {
         "config.json": text({**kind, **_config(model, data)}),
         "embodiment_id.json": text(dict(numbers)),
     }
     if official is not None and official.governs and official.processor:
         settings, values = official.processor, official.statistics
-    elif data.action_mode != "absolute" or not statistics:
+    elif data.action_mode != "absolute" or ACTION not in statistics:  # a mixture's are by embodiment
         return files
     else:
-        info = SimpleNamespace(**{**dataset, "path": Path(dataset.get("path", ""))})
-        dims = {part: places(part, info, data) for part in COLUMNS}
+        dims = {part: places(part, described(dataset), data) for part in COLUMNS}
         settings = _processor(model, data, dataset, dims)
         values = {
             part: {column: _part(statistics.get(key, {}), where) for column, where in dims[part].items()}
@@ -56,6 +58,11 @@ def nvidia(
         "processor_config.json": text(processor),
         "statistics.json": text({data.embodiment_tag: values}),
     }
+
+
+def described(dataset: Mapping[str, Any]) -> Described:
+    """What a checkpoint says of its data, as `places` reads it."""
+    return SimpleNamespace(**{**dataset, "path": Path(dataset.get("path", ""))})
 
 
 def _part(statistics: Mapping[str, Any], where: Sequence[int]) -> dict[str, list[float]]:

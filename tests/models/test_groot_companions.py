@@ -84,3 +84,33 @@ def test_relative_actions_have_no_statistics_here():
     make = family("groot_n1_7").part("companions").companions
     files = make("nvidia", resolved.model_config, data, facts, {"action": {}})
     assert set(files) == {"config.json", "embodiment_id.json"}
+
+
+@pytest.mark.parametrize("name, changes, written", [
+    ("groot_n1_7", {}, True),
+    ("groot_n1_7", {"embodiment_tag": "4"}, True),
+    ("groot_n1_7", {"sin_cos_embedding_keys": ("state",)}, False),
+    ("groot_n1_7", {"normalization_mode": "mean_std"}, False),
+    ("groot_n1_7", {"action_mode": "relative"}, False),
+    ("groot_n1_7", "parted", False),
+    ("groot_n1_7", "mixture", False),
+    ("groot_n1_6", {}, False),
+])  # fmt: skip
+def test_lerobots_files_say_what_its_pipelines_can_do_or_nothing(name, changes, written, tmp_path):
+    """LeRobot 0.6.1 has no N1.6, and reads parts in the dataset's order alone."""
+    if changes == "parted":
+        (tmp_path / "meta").mkdir()
+        (tmp_path / "meta" / "modality.json").write_text(json.dumps({"state": PARTS, "action": PARTS}))
+    resolved = resolve(["--model", name, "--preset", "tiny"])
+    data = replace(resolved.data_config, **(changes if isinstance(changes, dict) else {}))
+    facts = {"path": str(tmp_path), "cameras": {}, "action_dim": 4, "state_dim": 4}
+    bounds = dict.fromkeys(("min", "max", "q01", "q99", "mean", "std"), [1.0] * 4)
+    prefix = "robot/" if changes == "mixture" else ""
+    statistics = {f"{prefix}action": bounds, f"{prefix}observation.state": bounds}
+    files = family(name).part("companions").companions("lerobot", resolved.model_config, data, facts, statistics)
+    assert bool(files) == written
+    if written:
+        steps = json.loads(files["policy_preprocessor.json"])["steps"]
+        pack = next(step["config"] for step in steps if step["registry_name"] == "groot_n1_7_pack_inputs_v1")
+        number = pack["embodiment_mapping"][pack["embodiment_tag"]]
+        assert number == {"new_embodiment": 10, "4": 4}[data.embodiment_tag]

@@ -7,9 +7,10 @@ Runs in an interpreter that has LeRobot (0.6.1), without vlaforge, called by tes
 Nothing of the official code is changed but the sizes of π0.5's towers and of GR00T's backbone (it hard-codes the
 published ones), where it looks for a tokenizer (with GR00T also for the chat template and the image processor's
 settings), and the noise of X-VLA and GR00T, which is given. Configuration, weights, and both processor pipelines come
-from the export's folder; GR00T's pipelines from the export in NVIDIA's layout, which its policy is built on.
+from the export's folder; GR00T's policy is built on the export in NVIDIA's layout, whose own files say the same.
 """
 
+import copy
 import importlib
 import json
 import sys
@@ -70,10 +71,9 @@ CHAT = (
 
 
 def groot_n1_7(job):
-    from lerobot.configs import FeatureType, PolicyFeature
+    from lerobot.configs import PreTrainedConfig
     from lerobot.policies.groot import groot_n1_7 as official
     from lerobot.policies.groot import modeling_groot, processor_groot
-    from lerobot.policies.groot.configuration_groot import GrootConfig
     from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
     step, sizes = peer(job["root"], "lerobot_groot_n1_7"), job["sizes"]
@@ -88,15 +88,8 @@ def groot_n1_7(job):
     official._is_cosmos_reason2_backbone = lambda name: True
     official._cosmos_reason2_qwen3_vl_config = lambda: step.backbone_config(sizes)
     processor_groot._build_n1_7_processor = lambda name: processor
-    cameras = {f"observation.images.{name}": shape for name, shape in job["cameras"].items()}
-    features = {name: PolicyFeature(type=FeatureType.VISUAL, shape=shape) for name, shape in cameras.items()}
-    features["observation.state"] = PolicyFeature(type=FeatureType.STATE, shape=(job["state_dim"],))
-    config = GrootConfig(
-        base_model_path=job["base"], device="cpu", use_bf16=False, input_features=features,
-        output_features={"action": PolicyFeature(type=FeatureType.ACTION, shape=(job["action_dim"],))},
-        **{name: sizes[name] for name in ("max_state_dim", "max_action_dim")},
-        chunk_size=sizes["action_horizon"], n_action_steps=sizes["action_horizon"],
-    )  # fmt: skip
+    config = PreTrainedConfig.from_pretrained(job["export"])
+    config.base_model_path, config.use_bf16 = job["base"], False
     create = modeling_groot.GrootPolicy._create_groot_model
 
     def emptied(policy):
@@ -111,14 +104,29 @@ def groot_n1_7(job):
 
     modeling_groot.GrootPolicy._create_groot_model = emptied
     policy = modeling_groot.GrootPolicy.from_pretrained(job["export"], config=config, strict=True)
-    pipelines = processor_groot.make_groot_pre_post_processors_from_pretrained(config, job["base"])
+    pipelines = [
+        processor_groot.make_groot_pre_post_processors_from_pretrained(config, job[folder])
+        for folder in ("export", "base")
+    ]
+
+    def alike(first, second):
+        def run(given):
+            found = [first(copy.copy(given)), second(copy.copy(given))]
+            a, b = ({"action": value} if isinstance(value, torch.Tensor) else value for value in found)
+            assert a.keys() == b.keys()
+            for name, value in a.items():
+                assert torch.equal(value, b[name]) if isinstance(value, torch.Tensor) else value == b[name], name
+            return found[0]
+
+        return run
+
     official.torch = drawn = peer(job["root"], "lerobot_step").GivenNoise()
 
     def predict(batch, noise):
         drawn.normal = [noise]
         return policy.predict_action_chunk(batch)
 
-    return policy, predict, *pipelines
+    return policy, predict, *(alike(*pair) for pair in zip(*pipelines))
 
 
 def stored_pipelines(job):

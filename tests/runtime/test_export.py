@@ -128,11 +128,16 @@ def test_files_beside_the_weights(family):
         if "policy_preprocessor.json" not in texts:
             continue
         config = texts["config.json"]
-        assert config["type"] == family.name and config["output_features"]["action"]["shape"] == [4]
+        assert family.name.startswith(config["type"]) and config["output_features"]["action"]["shape"] == [4]
         assert set(config["input_features"]) == {"observation.images.scene", "observation.state"}
         for pipeline in ("policy_preprocessor", "policy_postprocessor"):
-            (named,) = [step["state_file"] for step in texts[f"{pipeline}.json"]["steps"] if "state_file" in step]
-            assert torch.equal(files[named]["action.q99"], torch.ones(4))
+            named = [step["state_file"] for step in texts[f"{pipeline}.json"]["steps"] if "state_file" in step]
+            if config["type"] == "groot":  # reads bounds of any kind as min and max, and decodes by parts
+                assert len(named) == (pipeline == "policy_preprocessor")
+                assert all(torch.equal(files[file]["action.max"], torch.ones(4)) for file in named)
+            else:
+                (file,) = named
+                assert torch.equal(files[file]["action.q99"], torch.ones(4))
 
 
 PEER = os.environ.get("VLAFORGE_PEER_PYTHON")
@@ -145,10 +150,12 @@ PEER = os.environ.get("VLAFORGE_PEER_PYTHON")
         ("pi05", ("<bos>", None), []),
         ("xvla", ("<bos>", "<eos>"), ["model.image_resize=pad_left_top"]),
         ("groot_n1_7", (None, None), []),
+        ("groot_n1_7", (None, None), ["relative"]),
     ],
 )
 def test_lerobots_policy_gives_the_same_actions(family, marks, flags, runs, root, tmp_path):
     """Raw frames, state and task through LeRobot's pipelines and policy, and through ours: the same robot actions."""
+    flags = relative_processor(tmp_path / "official") if flags == ["relative"] else flags
     flags = ["--lr-base", "1e-3", "data.normalization_convention=lerobot", "--train-iters", "8", *flags]
     trainer = runs(*flags) if family == "pi05" else tiny_run(family, tmp_path / "run", *flags)
     setup, model = trainer.setup, trainer.model.eval()
@@ -170,9 +177,6 @@ def test_lerobots_policy_gives_the_same_actions(family, marks, flags, runs, root
         "root": str(root),
         "export": str(path),
         "base": str(base),
-        "cameras": {name: given[IMAGES + name].shape[1:] for name in setup.processing.cameras},
-        "state_dim": given[STATE].shape[1],
-        "action_dim": samples[0]["action"].shape[1],
         "sizes": asdict(setup.model_config),
         "tokenizer": str(setup.tokenizer.path),
         "observations": str(tmp_path / "observations.safetensors"),
@@ -194,7 +198,36 @@ def test_lerobots_policy_gives_the_same_actions(family, marks, flags, runs, root
         tokens = tokens[batch["token_mask"][0]] if "token_mask" in batch else tokens
         found = theirs[f"tokens.{number}"][0]
         assert torch.equal(found if base else found[: len(tokens)], tokens)  # GR00T's are not padded
-        torch.testing.assert_close(theirs[f"actions.{number}"][0], ours, rtol=1e-4, atol=1e-4)
+        learned = getattr(setup.processing.data, "action_steps", None)
+        torch.testing.assert_close(theirs[f"actions.{number}"][0], ours[:learned], rtol=1e-4, atol=1e-4)
+
+
+def relative_processor(folder):
+    """Writes an official processor whose hand moves relative to its state, by the range of each step; its flags."""
+    parts, reps = {"hand": 3, "gripper": 1}, ("RELATIVE", "ABSOLUTE")
+    configs = [{"rep": rep, "type": "NON_EEF", "format": "DEFAULT", "state_key": None} for rep in reps]
+    whole = {name: {end: [value] * dim for end, value in BOUNDS.items()} for name, dim in parts.items()}
+    widths = [0.2 + 0.1 * step for step in range(8)]
+    shares = {"min": -0.5, "max": 1.0, "mean": 0.0, "std": 1.0}
+    steps = {end: [[share * width] * 3 for width in widths] for end, share in shares.items()}
+    tag = "new_embodiment"
+    modality = {
+        "video": {"delta_indices": [0], "modality_keys": ["scene", "wrist"]},
+        "state": {"delta_indices": [0], "modality_keys": list(parts)},
+        "action": {"delta_indices": list(range(8)), "modality_keys": list(parts), "action_configs": configs},
+    }
+    settings = {
+        "modality_configs": {tag: modality}, "use_relative_action": True, "use_percentiles": True, "crop_fraction": 0.9,
+        "image_target_size": [64, 64], "max_action_horizon": 16,
+    }  # fmt: skip
+    values = {"state": whole, "action": whole, "relative_action": {"hand": steps}}
+    folder.mkdir()
+    (folder / "processor_config.json").write_text(json.dumps({"processor_kwargs": settings}))
+    (folder / "statistics.json").write_text(json.dumps({tag: values}))
+    return [f"data.official_folder={folder}", f"data.embodiment_tag={tag}"]
+
+
+BOUNDS = {"min": -0.5, "max": 1.5, "q01": -0.4, "q99": 1.2, "mean": 0.5, "std": 0.3}
 
 
 def tiny_run(family, folder, *flags):
