@@ -38,13 +38,13 @@ class Rows:
         return len(self.used) + len(self.others), *value.shape[1:]
 
     def whole(self, value: Tensor, outside: Outside = "zeros") -> Tensor:
-        """The table [E, ...] of which `value` [k, ...] are the rows in use."""
+        """The table [E, ...] of which `value` [k, ...] are the rows in use; on the host, where the others are."""
         if isinstance(value, DTensor):
             return _sharded(self.whole(value.full_tensor(), outside), value)
-        table = value.new_zeros(self.shape(value))
-        table[self.used.to(value.device)] = value
+        table = torch.zeros(self.shape(value), dtype=value.dtype, device="cpu")
+        table[self.used] = value.cpu()
         if outside != "zeros":
-            table[self.others.to(value.device)] = self.rest.to(value)
+            table[self.others] = self.rest.to(value.dtype)
         return table
 
     def part(self, name: str, table: Tensor, outside: Outside = "zeros") -> Tensor:
