@@ -80,7 +80,7 @@ def fill(
     if found is None and not set(parameters) & set(stored):
         layout = detect(family.part("convert").LAYOUTS, list(stored))
     shapes = {name: tables[name].shape(p) if name in tables else p.shape for name, p in parameters.items()}
-    _, account = layout.load(_shapes(stored), shapes)
+    _, account = layout.load(formats.shapes(stored), shapes)
     with torch.no_grad():
         for official in stored:
             place = layout.place(official)
@@ -106,13 +106,6 @@ def _kept_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                 yield name, buffer
-
-
-def _shapes(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The stored tensors without their values."""
-    if isinstance(stored, TensorFiles):
-        return {name: torch.empty(stored.shape(name), device="meta") for name in stored}
-    return {name: torch.empty(stored[name].shape, device="meta") for name in stored}
 
 
 def _window(target: Tensor) -> tuple[Sequence[int], Sequence[int]]:

@@ -26,6 +26,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.api import CheckpointException
 
 from vlaforge.data.errors import UserError
 from vlaforge.runtime.checkpoint import tensors as files
@@ -77,7 +78,8 @@ def read(folder: Path, group: str) -> Mapping[str, Tensor] | None:
     """One group's tensors by name on the host, or None when the checkpoint has none."""
     format = "safetensors" if group == "adapter" else format_of(folder)
     if format == "dcp":
-        return read_dcp(folder / DCP, group)
+        found = DcpGroup(folder / DCP, group)
+        return found if found else None
     if format == "pt" and group in PT_NAMES:
         path = folder / PT_NAMES[group]
         return load_pt(path) if path.is_file() else None
@@ -85,6 +87,13 @@ def read(folder: Path, group: str) -> Mapping[str, Tensor] | None:
     if not any((folder / f"{stem}.safetensors{end}").is_file() for end in ("", ".index.json")):
         return None
     return files.TensorFiles(folder, stem)
+
+
+def shapes(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What `read` gives as tensors on the meta device; of files that say their shapes no value is read."""
+    told = isinstance(stored, files.TensorFiles | DcpGroup)
+    sizes = {name: stored.shape(name) if told else stored[name].shape for name in stored}
+    return {name: torch.empty(size, device="meta") for name, size in sizes.items()}
 
 
 def load_pt(path: Path) -> dict[str, Tensor]:
@@ -161,17 +170,52 @@ class SafeReader(dcp.FileSystemReader):
         return found
 
 
-def read_dcp(folder: Path, group: str) -> dict[str, Tensor] | None:
-    """One group of a DCP folder, whole, on the host; None when it is not in there."""
-    reader = SafeReader(folder)
-    entries = reader.read_metadata().state_dict_metadata
-    prefix = f"{group}."
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
-        if name.startswith(prefix)
-    }
-    if not state:
-        return None
-    dcp.load(state, storage_reader=reader, no_dist=True)
-    return {name.removeprefix(prefix): value for name, value in state.items()}
+class DcpGroup(Mapping[str, Tensor]):
+    """One group of a DCP folder by name, whole, on the host; read in one pass when the first tensor is asked for.
+
+    Raises:
+        UserError: a file is missing, shorter than the table of contents says, or damaged.
+    """
+
+    def __init__(self, folder: Path, group: str):
+        self.folder, self.prefix = folder, f"{group}."
+        contents = SafeReader(folder).read_metadata()
+        self._entries = {
+            name.removeprefix(self.prefix): entry
+            for name, entry in contents.state_dict_metadata.items()
+            if name.startswith(self.prefix)
+        }
+        self._read: dict[str, Tensor] = {}
+        ends: dict[str, int] = {}
+        for part in contents.storage_data.values():
+            ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
+        for name, end in sorted(ends.items()):
+            size = (folder / name).stat().st_size if (folder / name).is_file() else None
+            if size is None or size < end:
+                found = "is missing" if size is None else f"has {size} bytes instead of {end}"
+                raise UserError(f"Checkpoint '{folder}' is broken: {name} {found}.")
+
+    def __getitem__(self, name: str) -> Tensor:
+        if not self._read:
+            names = {f"{self.prefix}{name}": self._entries[name] for name in self._entries}
+            state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in names.items()}
+            try:
+                dcp.load(state, storage_reader=SafeReader(self.folder), no_dist=True)
+            except CheckpointException as error:
+                why = type(next(iter(error.failures.values()))[0]).__name__  # its text speaks to programmers
+                held = self.prefix.rstrip(".")
+                raise UserError(
+                    f"Checkpoint '{self.folder}' is broken: the tensors of '{held}' in it are damaged ({why})."
+                ) from error
+            self._read = {name.removeprefix(self.prefix): value for name, value in state.items()}
+        return self._read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Without reading the tensor."""
+        return tuple(self._entries[name].size)

@@ -68,7 +68,7 @@ def check_kind(found: Path, use_lora: bool) -> None:
 
 def check_resumed_weights(setup: Setup, model: nn.Module, found: Path) -> None:
     """The checkpoint's weights fit `model` (on the meta device) by names and shapes."""
-    if setup.args.use_lora or formats.format_of(found) == "dcp":  # an adapter's base is not in it; dcp is read whole
+    if setup.args.use_lora:  # its base is not in the checkpoint
         return
     try:
         load_model(model, headers(found), own_layout())
@@ -84,8 +84,6 @@ def check_resumed_weights(setup: Setup, model: nn.Module, found: Path) -> None:
 
 def check_resumed_optimizer(setup: Setup, model: nn.Module, found: Path) -> None:
     """All parameters that the checkpoint has optimiser state of train in `model` too."""
-    if not setup.args.use_lora and formats.format_of(found) == "dcp":
-        return
     trained = {name.partition(".")[2] for name in formats.read(found, "optim") or {}}
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad and canonical(name) in trained]
     if frozen:

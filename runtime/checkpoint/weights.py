@@ -105,15 +105,12 @@ def open_weights(path: Path | str, group: str = "model", check: bool = True) -> 
 
 
 def headers(path: Path | str) -> dict[str, Tensor]:
-    """Names, shapes and dtypes of the weights at `path`, as tensors on the meta device; no weight is read.
+    """Names and shapes of the weights at `path`, as tensors on the meta device; no weight is read.
 
     Raises:
         UserError: as `open_weights`; contents are not compared with their hashes.
     """
-    stored = open_weights(path, check=False)
-    if isinstance(stored, TensorFiles):
-        return {name: torch.empty(stored.shape(name), device="meta") for name in stored}
-    return {name: value.to("meta") for name, value in stored.items()}
+    return formats.shapes(open_weights(path, check=False))
 
 
 def check_pretrained(model: nn.Module, family: Family, path: Path | str, new: Sequence[str] = ()) -> Account:

@@ -150,3 +150,11 @@ def trained(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("trained") / "out"
     assert run.main([*SMALL, "--output-dir", str(folder), "--save-interval", "1"]) == 0
     return folder
+
+
+@pytest.fixture(scope="session")
+def trained_dcp(tmp_path_factory) -> Path:
+    """As `trained`, with the last checkpoint alone and in torch's own format."""
+    folder = tmp_path_factory.mktemp("trained") / "dcp"
+    assert run.main([*SMALL, "--output-dir", str(folder), "--save-format", "dcp"]) == 0
+    return folder

@@ -42,9 +42,10 @@ RESUMED = {
 
 
 @pytest.fixture
-def resumed(forge, trained, monkeypatch, tmp_path):
+def resumed(request, forge, monkeypatch, tmp_path):
     """The sentence with which ``--resume`` of a copy of the finished run is refused, before training begins."""
-    shutil.copytree(trained, tmp_path / "run", symlinks=True)
+    finished = request.getfixturevalue(getattr(request, "param", "trained"))
+    shutil.copytree(finished, tmp_path / "run", symlinks=True)
     built = "vlaforge.runtime.trainer.build_model"
 
     def began(*args):
@@ -124,6 +125,13 @@ def test_adapters(refused, tmp_path):
 def test_what_may_not_change_at_a_resume(resumed, flags):
     said = resumed(*flags.split())
     assert all(words in said for words in RESUMED[flags]), said
+
+
+@pytest.mark.parametrize("resumed", ["trained_dcp"], indirect=True)
+@pytest.mark.parametrize("flags", ["--freeze-modules vision", "model.vision.depth=2", "model.language.mlp_dim=64"])
+def test_what_may_not_change_is_known_of_dcp_too(resumed, flags):
+    """Names and shapes of weights and optimiser state are in its table of contents."""
+    test_what_may_not_change_at_a_resume(resumed, flags)
 
 
 def test_another_algorithm_goes_on_only_when_asked_for(forge, resumed, tmp_path):

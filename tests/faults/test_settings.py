@@ -60,7 +60,7 @@ FLAGS = {
 
 FAMILIES = {
     "xvla model.num_heads=7": "A model with these settings of model.* cannot compute a loss",
-    "xvla model.vision.dims=1": "A model with these settings of model.* cannot be built",
+    "xvla model.vision.dims=1": "model.vision.depths has 4 entries and model.vision.dims 1: both have one for each",
     "xvla model.vision.strides=0,0,0,0": "The numbers of model do not go together",
     "xvla data.domain=libreo": "did you mean 'libero'?",
     "groot_n1_7 model.text.heads=3": "cannot compute a loss",

@@ -184,6 +184,59 @@ def test_broken_newest_falls_back_with_a_warning(tmp_path):
     assert files.fault(tmp_path / "nowhere") == "it has no manifest.json"
 
 
+def overwrite(path, at, length=64):
+    """Other bytes in the middle of a file."""
+    with open(path, "r+b") as file:
+        file.seek(at)
+        file.write(b"\7" * length)
+
+
+def place(folder, name):
+    """(file, first byte, length) of a tensor in a DCP folder."""
+    entries = formats.SafeReader(folder).read_metadata().storage_data
+    part = next(part for index, part in entries.items() if index.fqn == name)
+    return part.relative_path, part.offset, part.length
+
+
+def test_a_broken_optimiser_state_in_dcp_falls_back_with_a_warning(tmp_path):
+    """As in every format: whatever file it is in, and however it is damaged."""
+    notes = []
+    store = Checkpoints(tmp_path, format="dcp", note=notes.append)
+    for step in (1, 2, 3, 4):
+        store.save(Content(step, groups(step)))
+    shard, at, length = place(tmp_path / "steps_4/dcp", "optim.exp_avg.a.weight")
+    overwrite(tmp_path / "steps_4/dcp" / shard, at + length // 2, 1)
+    (tmp_path / "steps_3/dcp" / shard).unlink()
+    (tmp_path / "steps_2/dcp/.metadata").unlink()
+    notes.clear()
+    assert store.newest()[0] == 1
+    for words in (f"the content of dcp/{shard} is not what", f"dcp/{shard} is missing", "dcp/.metadata is missing"):
+        assert words in "\n".join(notes)
+    same(formats.read(store.newest()[1], "optim"), groups(1)["optim"])
+
+
+def test_a_dcp_folder_of_others_names_its_damage(tmp_path):
+    """Without a manifest to compare with: a missing and a short file at once, nonsense where it is read."""
+    draft = files.Draft(tmp_path, "x")
+    formats.write(draft, "dcp", groups())
+    path = draft.commit({})
+    (path / "manifest.json").unlink()
+    shard, at, length = place(path / "dcp", "optim.exp_avg.a.weight")
+    whole = (path / "dcp" / shard).read_bytes()
+    optim = formats.read(path, "optim")
+    assert optim.shape("exp_avg.a.weight") == (6, 4)
+    overwrite(path / "dcp" / shard, at, length)
+    with pytest.raises(UserError, match="dcp' is broken: the tensors of 'optim' in it are damaged"):
+        optim["exp_avg.a.weight"]
+    (path / "dcp" / shard).write_bytes(whole[:-5])
+    for group in groups():
+        with pytest.raises(UserError, match=rf"{shard} has {len(whole) - 5} bytes instead of {len(whole)}\."):
+            formats.read(path, group)
+    (path / "dcp" / shard).unlink()
+    with pytest.raises(UserError, match=f"is broken: {shard} is missing"):
+        open_weights(path)
+
+
 def test_half_written_folders_are_never_seen_and_swept(tmp_path):
     store = Checkpoints(tmp_path)
     store.save(Content(1, groups()))
