@@ -1,7 +1,8 @@
-"""The `forge-*` commands from their first moment on: Ctrl-C ends them with one line and exit code 130, also while what
-they import is still loading.
+"""The `forge-*` commands from their first moment on, whatever a shell or a scheduler made of their surroundings.
 
     forge-run = "vlaforge.runtime.commands.start:run"           (pyproject.toml)
+
+Ctrl-C ends them with one line and exit code 130, also while what they import is still loading. File names are UTF-8.
 """
 
 from __future__ import annotations
@@ -15,10 +16,19 @@ from importlib import import_module
 INTERRUPTED = 128 + signal.SIGINT
 
 
+def _utf8() -> None:
+    """Starts the process again in Python's UTF-8 mode where names are of another encoding (``LC_ALL=C PYTHONUTF8=0``):
+    pyarrow, safetensors and the video libraries open files by UTF-8 names alone."""
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "PYTHONUTF8": "1"})
+
+
 def command(name: str, module: str) -> Callable[[], int]:
     """The console script `name`: imports `module` and returns what its ``main()`` does, or 130 when interrupted."""
 
     def start() -> int:
+        _utf8()
+
         def leave(*_: object) -> None:
             # An exception would come out in the middle of an import, where libraries catch what they did not expect.
             os.write(2, f"{name}: interrupted\n".encode())

@@ -97,13 +97,13 @@ def test_without_a_network(refused, monkeypatch):
 
 
 def test_a_real_run_in_a_hostile_place(start, dataset, tmp_path):
-    """Spaces and letters in paths, standard input closed, an ASCII terminal, streaming from two workers."""
+    """Spaces and letters in paths, standard input closed, an ASCII locale and terminal, streaming from two workers."""
     place = tmp_path / "ün dossier"
     place.mkdir()
     moved = dataset.rename(place / "données №1")
     ended = start(
         "--dataset-path", str(moved), "--output-dir", str(place / "sortie ö"), "--streaming", "--num-workers", "2",
-        env={"PYTHONIOENCODING": "ascii"}, stdin=None, preexec_fn=lambda: os.close(0),
+        env={"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0"}, stdin=None, preexec_fn=lambda: os.close(0),
     ).ended()  # fmt: skip
     assert (ended.code, ended.err) == (0, ""), ended.err
     assert (place / "sortie ö/checkpoints/last").exists() and "Done in" in ended.out
