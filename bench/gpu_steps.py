@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from vlaforge.bench.record import conditions, record_path, rewrite_record, said
+from vlaforge.bench.record import conditions, plan_facts, record_path, rewrite_record, said
 from vlaforge.bench.restated import Restated
 from vlaforge.bench.sides import Case, Ours, Side, full_case
 from vlaforge.graphs import PlanOptions, registry
@@ -189,7 +189,7 @@ class Table:
             result: dict[str, Any] = {**timed.summary(), "losses": warm.losses + timed.losses, "peak": peak}
             result["samples_per_s"] = variant.batch / result["p50"]
             if isinstance(side, Ours):
-                result["plan"] = side.plan.json()
+                result["plan"] = plan_facts(side.plan)
         except Exception as error:  # whatever a kernel or compiler raises is a line of the table
             result = {"error": said(error)}
         del side

@@ -7,10 +7,15 @@ import os
 import platform
 import subprocess
 import time
+from collections import Counter
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from vlaforge.graphs import Plan
+
+WIDTH = 120
 PACKAGES = ("torch", "triton", "torchcodec", "av", "numpy", "pyarrow")
 
 
@@ -61,6 +66,26 @@ def said(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip() or '?').splitlines()[0][:160]}"
 
 
+def plan_facts(plan: Plan) -> dict[str, Any]:
+    """A plan for a record: its text whole, its sites counted by pass and kind (a run's own plan.json lists them)."""
+    sites = {entry.name: dict(Counter(site.what for site in entry.sites)) for entry in plan.entries if entry.sites}
+    whole = plan.json()
+    return {"text": plan.text().splitlines(), "sites": sites, **{k: whole[k] for k in ("parameters", "options")}}
+
+
+def dumped(value: Any, indent: int = 0) -> str:
+    """JSON for people: what fits into a line is one line."""
+    line = json.dumps(value, ensure_ascii=False)
+    if not value or not isinstance(value, dict | list) or len(line) + indent <= WIDTH:
+        return line
+    pad = " " * (indent + 1)
+    if isinstance(value, list):
+        inside = (dumped(item, indent + 1) for item in value)
+        return "[\n" + ",\n".join(pad + item for item in inside) + f"\n{pad[1:]}]"
+    pairs = (f"{json.dumps(str(name), ensure_ascii=False)}: {dumped(item, indent + 1)}" for name, item in value.items())
+    return "{\n" + ",\n".join(pad + pair for pair in pairs) + f"\n{pad[1:]}}}"
+
+
 def record_path(folder: Path, name: str) -> Path:
     """``<name>-<time>.json`` in `folder`."""
     return folder / f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.json"
@@ -75,6 +100,6 @@ def rewrite_record(path: Path, body: dict[str, Any]) -> Path:
     """Writes the record at `path`, whole or not at all: one that grows keeps what it had when its process is ended."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_suffix(".writing")
-    beside.write_text(json.dumps(body, indent=1) + "\n")
+    beside.write_text(dumped(body) + "\n", encoding="utf-8")
     beside.replace(path)
     return path

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vlaforge.bench.peer import Peer
-from vlaforge.bench.record import conditions, write_record
+from vlaforge.bench.record import conditions, plan_facts, write_record
 from vlaforge.bench.sides import Case, Ours, Timed, fresh_model, interleave, load_case
 from vlaforge.data.errors import UserError
 from vlaforge.graphs import PlanOptions, registry
@@ -181,7 +181,7 @@ def save(
         "warmup": args.warmup,
         "steps": args.steps,
         "rounds": args.rounds,
-        "plan": ours.plan.json(),
+        "plan": plan_facts(ours.plan),
         "sides": {side: {**t.summary(), "seconds": t.seconds, "losses": t.losses} for side, t in measured.items()},
         "warm_losses": {side: t.losses for side, t in warm.items()},
         **extra,

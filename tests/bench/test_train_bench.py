@@ -13,10 +13,11 @@ from vlaforge import models
 from vlaforge.bench import train as bench_train
 from vlaforge.bench.cli import main
 from vlaforge.bench.peer import Peer, find_peer
+from vlaforge.bench.record import plan_facts, write_record
 from vlaforge.bench.restated import Restated, restated_loss
 from vlaforge.bench.sides import CASES, Case, Ours, Timed, config_of, fresh_model, interleave, load_case, make_minibatch
 from vlaforge.data.errors import UserError
-from vlaforge.graphs import PlanOptions
+from vlaforge.graphs import PlanOptions, make_plan
 from vlaforge.runtime.config import resolve
 
 
@@ -55,6 +56,19 @@ def test_sides_train_alike_in_turns(tiny):
     assert warm["ours"].losses[0] == pytest.approx(warm["official recipe"].losses[0], rel=1e-5)
     assert measured["ours"].losses == pytest.approx(measured["official recipe"].losses, rel=1e-3)
     assert ours.plan.on("trim_tokens") and all(s > 0 for s in measured["ours"].seconds)
+
+
+def test_a_record_has_the_plan_in_few_lines_and_comes_back(tiny, tmp_path):
+    plan = make_plan(fresh_model(tiny), tiny.contract, PlanOptions(device="cpu", compile="on"))
+    body = {"plan": plan_facts(plan), "seconds": [0.125] * 20, "by number": {3: {"π": None}}, "empty": [{}, []]}
+    path = write_record(tmp_path, "x", body)
+    read, lines = json.loads(path.read_text(encoding="utf-8")), path.read_text(encoding="utf-8").splitlines()
+    assert read == {**body, "by number": {"3": {"π": None}}}
+    assert "\n".join(read["plan"]["text"]) == plan.text()
+    for entry in plan.entries:
+        assert sum(read["plan"]["sites"].get(entry.name, {}).values()) == len(entry.sites)
+    assert ' "by number": {"3": {"π": null}},' in lines
+    assert 3 * len(lines) < len(json.dumps({**body, "plan": plan.json()}, indent=1).splitlines())
 
 
 def test_config_without_the_command_line_is_the_same():
