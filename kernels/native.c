@@ -61,13 +61,24 @@ static void dispatch(
 
 #define AT(list, kind, tensor, start) ((list)[tensor] ? (kind *)(list)[tensor] + (start) : 0)
 
-/* AdamW of `tensors` tensors; grads[i] is bf16 where is_low[i]. params[i] and ema[i] may be null. */
+/* AdamW of `tensors` tensors, or nothing where *ok is 0; grads[i] is bf16 where is_low[i]. params[i] and ema[i] may be
+   null. `fixed` holds beta1, beta2, eps, the weight decay and the decay of the average. */
 void vlaforge_adamw(
     int64_t tensors, const int64_t *numel, void **weights, void **grads, const uint8_t *is_low, void **exp_avgs,
-    void **exp_avg_sqs, void **params, void **ema, const float *constants, int threads
+    void **exp_avg_sqs, void **params, void **ema, const double *lr, const float *step, const float *scale,
+    const uint8_t *ok, const double *fixed, int threads
 ) {
-    Constants c;
-    memcpy(&c, constants, sizeof c);
+    if (!*ok) return;
+    Constants c = {
+        .scale = *scale,
+        .rate = (float)(*lr / (1 - pow(fixed[0], *step))),
+        .inverse_root = (float)(1 / sqrt(1 - pow(fixed[1], *step))),
+        .keep = (float)(1 - *lr * fixed[3]),
+        .beta1 = (float)fixed[0],
+        .beta2 = (float)fixed[1],
+        .eps = (float)fixed[2],
+        .ema_rate = (float)(1 - fixed[4]),
+    };
 #pragma omp parallel for schedule(static, 1) num_threads(threads)
     for (int lane = 0; lane < threads; lane++) {
         int64_t chunk = 0;

@@ -67,28 +67,21 @@ class Native:
         params: Sequence[Tensor],
         ema: Sequence[Tensor],
         *,
-        lr: float,
-        step: int,
-        scale: float,
+        lr: Tensor,
+        step: Tensor,
+        scale: Tensor,
+        ok: Tensor,
         beta1: float,
         beta2: float,
         eps: float,
         weight_decay: float,
         ema_decay: float,
     ) -> None:
-        """`kernels.adamw.reference` in place, without its guard. Weights, moments and averages are fp32, gradients fp32
-        or bf16, params bf16; `params` and `ema` may be empty. The i-th tensors all have one layout (`fits`)."""
-        constants = (
-            scale,
-            lr / (1 - beta1**step),
-            (1 - beta2**step) ** -0.5,
-            1 - lr * weight_decay,
-            beta1,
-            beta2,
-            eps,
-            1 - ema_decay,
-        )
+        """`kernels.adamw.reference` in place. Weights, moments and averages are fp32, gradients fp32 or bf16, params
+        bf16; `params` and `ema` may be empty. The i-th tensors all have one layout (`fits`). The 0-dim tensors (fp64,
+        fp32, fp32, bool) are read by the loop itself, not by the host, as a captured step would."""
         absent = (ctypes.c_void_p * len(weights))()
+        fixed = (ctypes.c_double * 5)(beta1, beta2, eps, weight_decay, ema_decay)
         self._adamw(
             ctypes.c_int64(len(weights)),
             _sizes(weights),
@@ -99,7 +92,8 @@ class Native:
             _addresses(exp_avg_sqs),
             _addresses(params) if params else absent,
             _addresses(ema) if ema else absent,
-            (ctypes.c_float * len(constants))(*constants),
+            *(ctypes.c_void_p(number.data_ptr()) for number in (lr, step, scale, ok)),
+            fixed,
             torch.get_num_threads(),
         )
 

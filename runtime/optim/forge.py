@@ -48,14 +48,7 @@ class ForgeAdam:
 
     def __call__(self, bucket: Bucket) -> None:
         if bucket.weights[0].device.type in self.devices:
-            adamw(
-                **_tensors(bucket),
-                **_constants(bucket),
-                lr=bucket.lr,
-                step=bucket.step,
-                scale=bucket.scale,
-                ok=bucket.ok,
-            )
+            adamw(**_tensors(bucket), **_constants(bucket))
         elif self._native(bucket):
             return
         else:
@@ -78,9 +71,7 @@ class ForgeAdam:
         rows = [part or bucket.weights for part in tensors.values()]
         if not all(fits(*row) for row in zip(*rows)):
             return False
-        if bucket.ok:
-            numbers = {"lr": float(bucket.lr), "step": int(bucket.step), "scale": float(bucket.scale)}
-            native().adamw(**tensors, **_constants(bucket), **numbers)
+        native().adamw(**tensors, **_constants(bucket))
         return True
 
     def square_sums(self, grads: Sequence[Tensor]) -> Tensor:
@@ -106,9 +97,13 @@ def _tensors(bucket: Bucket) -> dict[str, list[Tensor]]:
     }
 
 
-def _constants(bucket: Bucket) -> dict[str, float]:
+def _constants(bucket: Bucket) -> dict[str, Tensor | float]:
     hyper = bucket.hyper
     return {
+        "lr": bucket.lr,
+        "step": bucket.step,
+        "scale": bucket.scale,
+        "ok": bucket.ok,
         "beta1": hyper.beta1,
         "beta2": hyper.beta2,
         "eps": hyper.eps,

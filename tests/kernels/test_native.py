@@ -10,7 +10,13 @@ from vlaforge.kernels import native
 from vlaforge.kernels.adamw import reference
 
 SHAPES = [(native.CHUNK + 3,), (3, native.CHUNK), (33, 7), (), (64,)]
-NUMBERS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "ema_decay": 0.99}
+FIXED = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "ema_decay": 0.99}
+
+
+def numbers(lr: float, step: int, scale: float = 1.0, ok: bool = True, **changed: float) -> dict:
+    """Arguments beside the tensors."""
+    scalars = {"lr": torch.tensor(lr, dtype=torch.float64), "step": torch.tensor(float(step))}
+    return {**scalars, "scale": torch.tensor(scale), "ok": torch.tensor(ok), **FIXED, **changed}
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +51,11 @@ def copies(tensors: dict[str, list[torch.Tensor]]) -> dict[str, list[torch.Tenso
 @pytest.mark.parametrize("low", [False, True])
 def test_adamw_is_the_formula(loops, low, ema):
     ours, theirs = lists(low, ema), lists(low, ema)
-    loops.adamw(**ours, lr=1e-2, step=3, scale=0.37, **NUMBERS)
-    scalars = {"lr": torch.tensor(1e-2, dtype=torch.float64), "step": torch.tensor(3.0)}
-    reference(**theirs, **scalars, scale=torch.tensor(0.37), ok=torch.tensor(True), **NUMBERS)
+    loops.adamw(**ours, **numbers(1e-2, 3, 0.37))
+    reference(**theirs, **numbers(1e-2, 3, 0.37))
+    before = copies(ours)
+    loops.adamw(**ours, **numbers(1e-2, 4, float("nan"), ok=False))
+    assert all(torch.equal(a, b) for name, part in ours.items() for a, b in zip(part, before[name]))
     for name, part in ours.items():
         for a, b in zip(part, theirs[name], strict=True):
             torch.testing.assert_close(a, b, rtol=8e-3 if a.dtype == torch.bfloat16 else 2e-6, atol=1e-7)
@@ -59,7 +67,7 @@ def test_threads_do_not_change_the_numbers(loops, monkeypatch):
     for threads in (1, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
         made = copies(given)
-        loops.adamw(**made, lr=1e-2, step=1, scale=1.0, **NUMBERS)
+        loops.adamw(**made, **numbers(1e-2, 1))
         results.append([*(x for part in made.values() for x in part), loops.square_sums(made["weights"])])
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
@@ -72,8 +80,7 @@ def test_copies_round_as_torch_does(loops):
     zeros = [torch.zeros_like(weight) for _ in range(2)]
     param, grad = weight.bfloat16(), torch.zeros(len(weight), dtype=torch.bfloat16)
     param.zero_()
-    still = {**NUMBERS, "weight_decay": 0.0}
-    loops.adamw([weight], [grad], zeros[:1], zeros[1:], [param], [], lr=0.0, step=1, scale=1.0, **still)
+    loops.adamw([weight], [grad], zeros[:1], zeros[1:], [param], [], **numbers(0.0, 1))
     torch.testing.assert_close(param, weight.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
