@@ -6,8 +6,9 @@ Runs in an interpreter that has LeRobot (0.6.1), without vlaforge, called by tes
 
 Nothing of the official code is changed but the sizes of π0.5's towers and of GR00T's backbone (it hard-codes the
 published ones), where it looks for a tokenizer (with GR00T also for the chat template and the image processor's
-settings), and the noise of X-VLA and GR00T, which is given. Configuration, weights, and both processor pipelines come
-from the export's folder; GR00T's policy is built on the export in NVIDIA's layout, whose own files say the same.
+settings) or FastWAM's encoders, and the noise of all but π0.5, which is given. Configuration, weights, and both
+processor pipelines come from the export's folder; GR00T's policy is built on the export in NVIDIA's layout, whose own
+files say the same.
 """
 
 import copy
@@ -15,6 +16,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -129,15 +131,38 @@ def groot_n1_7(job):
     return policy, predict, *(alike(*pair) for pair in zip(*pipelines))
 
 
+def fastwam(job):
+    from lerobot.configs import PreTrainedConfig
+    from lerobot.policies.fastwam import modeling_fastwam as official
+    from lerobot.policies.fastwam.wan import components, modular
+
+    components.WAN22_DIFFUSERS_MODEL_ID = job["encoders"]
+    tokenizer = tokenizer_of(job["tokenizer"], job["marks"])
+    components.AutoTokenizer = SimpleNamespace(from_pretrained=lambda name: tokenizer)
+    config = PreTrainedConfig.from_pretrained(job["export"])
+    config.text_encoder_model_id = job["encoders"]
+    policy = official.FastWAMPolicy.from_pretrained(job["export"], config=config, strict=True, local_files_only=True)
+    read = []
+    policy.model.text_encoder.register_forward_pre_hook(lambda encoder, given: read.append(given[0]))
+    modular.torch = drawn = peer(job["root"], "lerobot_step").GivenNoise()
+
+    def predict(batch, noise):
+        drawn.normal = [noise]
+        actions = policy.predict_action_chunk(batch)
+        batch["input_ids"] = read.pop()  # the policy itself turns text into tokens
+        return actions
+
+    return policy, predict, *stored_pipelines(job)
+
+
 def stored_pipelines(job):
     from lerobot.processor import PolicyProcessorPipeline
     from lerobot.processor.converters import policy_action_to_transition, transition_to_policy_action
 
     folder = job["export"]
+    tokenizer = {"tokenizer_processor": {"tokenizer": tokenizer_of(job["tokenizer"], job["marks"])}}
     before = PolicyProcessorPipeline.from_pretrained(
-        folder,
-        "policy_preprocessor.json",
-        overrides={"tokenizer_processor": {"tokenizer": tokenizer_of(job["tokenizer"], job["marks"])}},
+        folder, "policy_preprocessor.json", overrides={} if job["model"] == "fastwam" else tokenizer
     )
     after = PolicyProcessorPipeline.from_pretrained(
         folder,
@@ -149,7 +174,8 @@ def stored_pipelines(job):
 
 
 def main(job):
-    policy, predict, before, after = {"pi05": pi05, "xvla": xvla, "groot_n1_7": groot_n1_7}[job["model"]](job)
+    parts = {"pi05": pi05, "xvla": xvla, "groot_n1_7": groot_n1_7, "fastwam": fastwam}
+    policy, predict, before, after = parts[job["model"]](job)
     stored = load_file(Path(job["export"]) / "model.safetensors")
     loaded = policy.state_dict()
     for name, value in stored.items():  # from_pretrained goes on with random weights when loading fails
