@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import av
@@ -19,7 +18,7 @@ import pytest
 from vlaforge.data.check import check
 from vlaforge.data.convert import Conversion, convert
 from vlaforge.data.convert.summary import Pixels
-from vlaforge.data.convert.writer import Limits
+from vlaforge.data.convert.writer import Limits, V30Writer
 from vlaforge.data.errors import UserError
 from vlaforge.data.readers import open_dataset
 from vlaforge.data.readers.hdf5.recordings import Options
@@ -213,16 +212,23 @@ def test_a_source_with_defects_is_not_converted(v21, copy_of, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_a_kill_leaves_the_source_and_no_goal(v21, copy_of, tmp_path):
+def test_a_kill_leaves_the_source_and_no_goal(v21, copy_of, tmp_path, monkeypatch):
+    """In the middle, when one of six episodes is written."""
     root = copy_of(v21)
     before, goal = tree(root), tmp_path / "goal"
-    process = multiprocessing.get_context("fork").Process(target=convert, args=(root, goal, Conversion(), quiet))
-    process.start()
-    deadline = time.monotonic() + 300
-    while not list(tmp_path.glob(".goal.*.partial/data/*/*")) and time.monotonic() < deadline and process.is_alive():
-        time.sleep(0.001)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join(60)
+    add = V30Writer.add
+
+    def ended(writer, episode):
+        if writer._count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        add(writer, episode)
+
+    with monkeypatch.context() as killing:
+        killing.setattr(V30Writer, "add", ended)
+        process = multiprocessing.get_context("fork").Process(target=convert, args=(root, goal, Conversion(), quiet))
+        process.start()
+        process.join(300)
+    assert list(tmp_path.glob(".goal.*.partial/data/*/*"))
     assert process.exitcode == -signal.SIGKILL and not goal.exists()
     assert tree(root) == before
     (unfinished,) = tmp_path.glob(".goal.*.partial")

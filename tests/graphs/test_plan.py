@@ -28,10 +28,10 @@ def full():
 
 
 def test_full_size_plan_on_two_devices_takes_seconds(full):
-    began = time.perf_counter()
+    began = time.process_time()  # a machine with other work takes longer for as much
     on_cpu = make_plan(*full, PlanOptions(device="cpu"))
     on_gpu = make_plan(*full, PlanOptions(device="h200", dtype="bf16", batch_size=32, with_=("graph_blocks",)))
-    assert time.perf_counter() - began < 10
+    assert time.process_time() - began < 10
     assert all(parameter.is_meta for parameter in full[0].parameters())
     head = on_gpu.text().splitlines()[0]
     assert head == "forge plan   pi05 · 3.6 B parameters · bf16 · 1 × H200 · batch 32 · actions 50 × 32"

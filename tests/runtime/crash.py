@@ -59,8 +59,9 @@ def kill_once(folder: Path, random_: random.Random, *flags: str) -> bool:
     """Starts or continues the run and kills it; False when it had finished before."""
     held = (folder / "checkpoints" / "last").exists()
     child = forked(folder, *flags, *(["--resume"] if held else []))
-    while not (folder / "checkpoints").is_dir() or not any((folder / "checkpoints").glob("steps_*")):
-        if os.waitpid(child, os.WNOHANG)[0]:
+    while not any((folder / "checkpoints").glob("steps_*")):
+        ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended and not any((folder / "checkpoints").glob("steps_*")):
             raise SystemExit("a run ended before its first checkpoint")
         time.sleep(0.002)
     time.sleep(random_.uniform(0.0, 0.6) + (0.4 if held else 0.0))

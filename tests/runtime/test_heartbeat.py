@@ -45,8 +45,9 @@ def test_a_rank_that_is_behind(beat, monkeypatch):
     first, second = beat(0), beat(1)
     first.step, second.step = 7, 5
     begun = time.time()
+    monkeypatch.setattr(heartbeat.time, "time", lambda: begun)
     second.start()
-    monkeypatch.setattr(heartbeat.time, "time", lambda: begun + 4 * heartbeat.BEAT_S)
+    monkeypatch.setattr(heartbeat.time, "time", lambda: round(begun) + 4 * heartbeat.BEAT_S)
     first.start()
     assert first.report(2).startswith("Rank 1 stalls: it has been in step 5 for 4 s")
 
