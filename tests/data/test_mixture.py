@@ -128,6 +128,7 @@ def test_parts_may_have_other_formats_and_rows_that_start_no_sample(v21, agilex,
         sample, (episode, frame) = mixture.get(position, DataNeeds(cameras=())), mixture.locate(position)
         assert sample["frame_index"] == frame and sample["index"] == ids[position] % ROWS
         assert episode.index // ROWS == sample["dataset_index"]
+    assert mixture.tasks() == list(dict.fromkeys(mixture.get(p, DataNeeds(cameras=()))["task"] for p in positions))
     costs = mixture.costs()
     assert costs.shape == (len(mixture),) and costs[0] > 3 * 256 > costs[44] > 2 * 256
     ranks = [
