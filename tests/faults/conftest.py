@@ -128,7 +128,7 @@ class Process:
         options = {**pipes, "preexec_fn": listen, **options}
         self.process = subprocess.Popen(command, text=True, env=environment, **options)
 
-    def ended(self, timeout: float = 150) -> Ended:
+    def ended(self, timeout: float = 600) -> Ended:
         """Waits for it; kills it where it hangs, and lets the test fail."""
         try:
             out, err = self.process.communicate(timeout=timeout)

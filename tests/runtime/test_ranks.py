@@ -102,7 +102,7 @@ def forge_run(folder: Path, world: int, *flags: str) -> list[tuple[int, float]]:
     argv += ["--nproc", str(world)] if world > 1 else []
     done = subprocess.run(
         [sys.executable, "-m", "vlaforge.runtime.commands.start", *argv, *flags],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=1500,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return rows(folder)
