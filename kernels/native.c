@@ -1,4 +1,5 @@
-/* Loops over many tensors at once on a CPU: what kernels/adamw.py and kernels/square_sums.py do on a GPU.
+/* Loops over many tensors at once on a CPU: what kernels/adamw.py and kernels/square_sums.py do on a GPU; and a
+   transposition.
 
    Tensors are flat. Low precision is bf16, read and written as its 16 bits. Work is dealt out to threads in chunks, in
    the same pieces whatever their number, so results do not depend on it. */
@@ -6,6 +7,9 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __SSE2__
+#include <immintrin.h>
+#endif
 
 #define CHUNK 65536
 #define LANES 64
@@ -134,4 +138,47 @@ void vlaforge_square_sums(
         for (int64_t start = 0; start < numel[t]; start += CHUNK) total += partial[chunk++];
         out[t] = (float)total;
     }
+}
+
+#define TILE 32
+
+/* An 8 x 8 corner of 16-bit values; strides in values. */
+static inline void transpose8(const uint16_t *in, int64_t in_stride, uint16_t *out, int64_t out_stride) {
+#ifdef __SSE2__
+    __m128i rows[8], pairs[8];
+    for (int i = 0; i < 8; i++) rows[i] = _mm_loadu_si128((const __m128i *)(in + i * in_stride));
+    for (int i = 0; i < 4; i++) {
+        pairs[i] = _mm_unpacklo_epi16(rows[2 * i], rows[2 * i + 1]);
+        pairs[i + 4] = _mm_unpackhi_epi16(rows[2 * i], rows[2 * i + 1]);
+    }
+    for (int half = 0; half < 2; half++) {
+        const __m128i *p = pairs + 4 * half;
+        uint16_t *to = out + 4 * half * out_stride;
+        __m128i low = _mm_unpacklo_epi32(p[0], p[1]), low2 = _mm_unpacklo_epi32(p[2], p[3]);
+        __m128i high = _mm_unpackhi_epi32(p[0], p[1]), high2 = _mm_unpackhi_epi32(p[2], p[3]);
+        _mm_storeu_si128((__m128i *)to, _mm_unpacklo_epi64(low, low2));
+        _mm_storeu_si128((__m128i *)(to + out_stride), _mm_unpackhi_epi64(low, low2));
+        _mm_storeu_si128((__m128i *)(to + 2 * out_stride), _mm_unpacklo_epi64(high, high2));
+        _mm_storeu_si128((__m128i *)(to + 3 * out_stride), _mm_unpackhi_epi64(high, high2));
+    }
+#else
+    for (int i = 0; i < 8; i++)
+        for (int j = 0; j < 8; j++) out[j * out_stride + i] = in[i * in_stride + j];
+#endif
+}
+
+/* out [columns, rows] = in [rows, columns] transposed, both without gaps. */
+void vlaforge_transpose(int64_t rows, int64_t columns, const uint16_t *in, uint16_t *out, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t left = 0; left < columns; left += TILE)
+        for (int64_t top = 0; top < rows; top += TILE) {
+            if (left + TILE <= columns && top + TILE <= rows) {
+                for (int j = 0; j < TILE; j += 8)
+                    for (int i = 0; i < TILE; i += 8)
+                        transpose8(in + (top + i) * columns + left + j, columns, out + (left + j) * rows + top + i, rows);
+                continue;
+            }
+            for (int64_t j = left; j < columns && j < left + TILE; j++)
+                for (int64_t i = top; i < rows && i < top + TILE; i++) out[j * rows + i] = in[i * columns + j];
+        }
 }

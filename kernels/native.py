@@ -1,4 +1,5 @@
-"""AdamW and sums of squares over many tensors on a CPU, in one pass over memory: `native.c`, compiled where it runs.
+"""AdamW and sums of squares over many tensors on a CPU, in one pass over memory, and a fast transposition: `native.c`,
+compiled where it runs.
 
 torch's fused AdamW takes gradients of the weights' dtype and knows no low-precision copies: beside fp32 masters the
 gradients are widened to memory and the masters rounded in passes of their own, 40 bytes a weight rather than 28. A
@@ -56,7 +57,8 @@ class Native:
     def __init__(self, folder: Path):
         library = ctypes.CDLL(str(_built(folder)))
         self._adamw, self._square_sums = library.vlaforge_adamw, library.vlaforge_square_sums
-        self._adamw.restype = self._square_sums.restype = None
+        self._transpose = library.vlaforge_transpose
+        self._adamw.restype = self._square_sums.restype = self._transpose.restype = None
 
     def adamw(
         self,
@@ -111,6 +113,14 @@ class Native:
             torch.get_num_threads(),
         )
         return out
+
+    def transposed(self, x_MN: Tensor) -> Tensor:
+        """[N, M] without gaps, of a bf16 [M, N] without gaps: three to eight times as fast as torch's copy."""
+        out_NM = x_MN.new_empty(x_MN.shape[::-1])
+        rows, columns = map(ctypes.c_int64, x_MN.shape)
+        addresses = (ctypes.c_void_p(x.data_ptr()) for x in (x_MN, out_NM))
+        self._transpose(rows, columns, *addresses, torch.get_num_threads())
+        return out_NM
 
 
 def readable(tensor: Tensor) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vlaforge.graphs.native import native
 from vlaforge.graphs.passes.base import Context, Decision, Pass, Site, claim
 from vlaforge.kernels import cpu
 from vlaforge.kernels.ada_norm import ada_norm
@@ -64,12 +65,15 @@ FEW_PAIRS = 180**2
 """Pairs (query, key) of a head below which SDPA is faster in fp32, as measured: windows, short texts, channels."""
 
 
-def onednn_linear(self: nn.Linear, x: Tensor) -> Tensor:
-    return cpu.linear(x, self.weight, self.bias)
+def linear_by(onednn: bool, straight: bool) -> Callable[..., Tensor]:
+    def fast_linear(self: nn.Linear, x: Tensor) -> Tensor:
+        return cpu.linear(x, self.weight, self.bias, onednn, straight)
+
+    return fast_linear
 
 
 def onednn_patches(self: PatchEmbed, images_N3SS: Tensor) -> Tensor:
-    return cpu.linear(self.patches(images_N3SS), self.weight.flatten(1), self.bias)
+    return cpu.linear(self.patches(images_N3SS), self.weight.flatten(1), self.bias, onednn=True, straight=False)
 
 
 def product_attention(
@@ -104,24 +108,27 @@ def _compiled_gelu(module: nn.Module, context: Context) -> bool:
     return tanh and context.options.compiles and "compile_blocks" not in context.options.without
 
 
-def _fp32_product(module: nn.Module, context: Context) -> bool:
-    """Decided by the weights that the call finds (`cpu.linear`): in bf16 it serves what `keep_fp32` holds back."""
-    return cpu.prefers_onednn()
+def _low(context: Context) -> bool:
+    return "precision" in context.on and context.options.torch_dtype == torch.bfloat16
 
 
-def _low_or_onednn(module: nn.Module, context: Context) -> bool:
-    low = "precision" in context.on and context.options.torch_dtype == torch.bfloat16
-    return low or cpu.prefers_onednn()
+def _straight(context: Context) -> bool:
+    """Whether weight gradients transpose first: measured to pay in bf16 where there are AMX tiles."""
+    return _low(context) and cpu.has_amx() and native() is not None
 
 
-CPU_TABLE = (
-    Swap(nn.Linear, "linear", "forward", onednn_linear, _fp32_product),
-    Swap(PatchEmbed, "patches", "forward", onednn_patches, _fp32_product),
-    Swap(Attention, "attention", "forward", product_attention, _low_or_onednn),
-    Swap(GatedActivation, "glu", "forward", sigmoid_glu, _compiled_gelu),
-    Swap(MLP, "gelu", "forward", sigmoid_mlp, _compiled_gelu),
-    Swap(nn.GELU, "gelu", "forward", sigmoid_gelu, _compiled_gelu),
-)
+def cpu_table(context: Context) -> tuple[Swap, ...]:
+    """In bf16 oneDNN serves what `keep_fp32` holds back: the weights that a call finds decide."""
+    onednn, straight = cpu.prefers_onednn(), _straight(context)
+    return (
+        Swap(nn.Linear, "linear", "forward", linear_by(onednn, straight), lambda *_: onednn or straight),
+        Swap(PatchEmbed, "patches", "forward", onednn_patches, lambda *_: onednn),
+        Swap(Attention, "attention", "forward", product_attention, lambda *_: onednn or _low(context)),
+        Swap(GatedActivation, "glu", "forward", sigmoid_glu, _compiled_gelu),
+        Swap(MLP, "gelu", "forward", sigmoid_mlp, _compiled_gelu),
+        Swap(nn.GELU, "gelu", "forward", sigmoid_gelu, _compiled_gelu),
+    )
+
 
 # ---------------------------------------------------------------------------------------------------- GPU
 
@@ -216,7 +223,7 @@ CUDA_TABLE = (
 
 
 def table(context: Context) -> tuple[Swap, ...]:
-    return CUDA_TABLE if context.options.device_kind.cuda else CPU_TABLE
+    return CUDA_TABLE if context.options.device_kind.cuda else cpu_table(context)
 
 
 class Fuse(Pass):
@@ -240,6 +247,8 @@ class Fuse(Pass):
 
     def apply(self, target: nn.Module, sites: Sequence[Site], context: Context) -> None:
         swaps = {swap.block: swap for swap in table(context)}
+        if not context.options.device_kind.cuda and _straight(context):
+            cpu.transposes(native())
         for site in sites:
             module = target.get_submodule(site.path)
             swap = swaps[type(module)]

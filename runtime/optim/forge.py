@@ -7,31 +7,17 @@ in memory); else torch's own fused kernel does the update, with passes of their 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from vlaforge.data.statistics import cache_folder
+from vlaforge.graphs.native import native
 from vlaforge.kernels.adamw import adamw
-from vlaforge.kernels.native import Native, NotBuilt, fits, readable
+from vlaforge.kernels.native import fits, readable
 from vlaforge.kernels.square_sums import square_sums
 from vlaforge.runtime.optim.base import Bucket, average
 from vlaforge.runtime.optim.fused import TorchFusedAdam
-
-log = logging.getLogger("vlaforge.optim")
-
-
-@cache
-def native() -> Native | None:
-    """The loops for a CPU; None, with a warning, where they cannot be built."""
-    try:
-        return Native(cache_folder() / "native")
-    except (NotBuilt, OSError) as error:
-        log.warning("AdamW runs as torch's fused kernel, with more passes over memory: %s.", error)
-        return None
 
 
 class ForgeAdam:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vlaforge.kernels import cpu
+from vlaforge.data.statistics import cache_folder
+from vlaforge.kernels import cpu, native
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -19,10 +22,43 @@ def test_products_of_any_strides_and_their_gradients():
     x, weight, bias = normal(3, 5, 7, seed=0), normal(6, 7, seed=1), normal(6, seed=2)
     grad = torch.randn(3, 6, 5, generator=torch.Generator().manual_seed(3)).transpose(1, 2)
     want = torch.autograd.grad(F.linear(x, weight, bias), (x, weight, bias), grad)
-    y = cpu.linear(x, weight, bias)
+    y = cpu.linear(x, weight, bias, onednn=True, straight=False)
     torch.testing.assert_close(y, F.linear(x, weight, bias))
     for a, b in zip(torch.autograd.grad(y, (x, weight, bias), grad), want, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.fixture
+def loops():
+    if native.compiler() is None:
+        pytest.skip("no C compiler")
+    return native.Native(cache_folder() / "native")
+
+
+def test_straight_linear_is_linear(monkeypatch, loops):
+    """Values and gradients in bf16, for shapes that transpose and shapes that do not, and a gradient with gaps."""
+    given = []
+    monkeypatch.setattr(cpu, "_loops", SimpleNamespace(transposed=lambda x: given.append(x) or loops.transposed(x)))
+    for rows, inner, outer in ((37, 45, 600), (37, 600, 45), (37, 45, 33), (2100, 16, 520)):
+        x, weight = (
+            normal(*shape, seed=i, dtype=torch.bfloat16) for i, shape in enumerate(((rows, inner), (outer, inner)))
+        )
+        bias = normal(outer, seed=2, dtype=torch.bfloat16)
+        grad = normal(outer, rows, seed=3, dtype=torch.bfloat16).detach().T
+        want = torch.autograd.grad(F.linear(x, weight, bias), (x, weight, bias), grad)
+        y = cpu.linear(x[None], weight, bias, onednn=False, straight=True)
+        assert torch.equal(y[0], F.linear(x, weight, bias))
+        for a, b in zip(torch.autograd.grad(y, (x, weight, bias), grad[None]), want, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+    assert [tuple(x.shape) for x in given] == [(37, 600), (37, 45)]
+    gradient = torch.ops.vlaforge_cpu.weight_gradient.default
+    torch.library.opcheck(gradient, (grad, x.detach()), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (32, 32), (70, 45), (129, 64), (8, 200)])
+def test_transposed(loops, shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(loops.transposed(x), x.T)
 
 
 def test_onednn_is_never_given_rows_with_gaps():

@@ -1,0 +1,21 @@
+"""The loops of `kernels.native` for this process."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+from vlaforge.data.statistics import cache_folder
+from vlaforge.kernels.native import Native, NotBuilt
+
+log = logging.getLogger("vlaforge.native")
+
+
+@cache
+def native() -> Native | None:
+    """The loops, compiled at the first call on a machine; None, with a warning, where they cannot be built."""
+    try:
+        return Native(cache_folder() / "native")
+    except (NotBuilt, OSError) as error:
+        log.warning("AdamW runs as torch's fused kernel, with more passes over memory: %s.", error)
+        return None
