@@ -200,6 +200,8 @@ class Ours:
         self.plan.lower(model)
         model.train()
         optimizer = build_optimizer("AdamW", rebind(groups, model), Hyper())
+        # The official steps train on any loss, and with random weights X-VLA's is in the thousands.
+        self.guard = Guard(GuardConfig(spike_threshold=None), self.device)
         step = Step(
             FinetuneTrainer(),
             model,
@@ -207,7 +209,7 @@ class Ours:
             optimizer,
             Schedule("constant", warmup=0, total=1000),
             ranks=Ranks(),
-            guard=Guard(GuardConfig(), self.device),
+            guard=self.guard,
             loss_scale=LossScale(False, self.device),
             clip=CLIP,
         )
@@ -219,8 +221,16 @@ class Ours:
 
     def run(self, steps: int) -> Timed:
         """`steps` training steps, each on the next batch in turn. On a GPU the host does not wait between them."""
-        if self.device.type == "cuda":
-            return self._run_ahead(steps)
+        timed = self._run_ahead(steps) if self.device.type == "cuda" else self._run(steps)
+        refused = self.guard.state()["skipped"]
+        if refused:
+            raise UserError(
+                f"{self.name}: {refused} steps were refused for a loss or gradient that is not finite; the time of a "
+                "step that does not update the weights says nothing."
+            )
+        return timed
+
+    def _run(self, steps: int) -> Timed:
         timed = Timed()
         for _ in range(steps):
             began, cpu = time.perf_counter(), time.process_time()

@@ -100,6 +100,9 @@ def verdict(
     differ = abs(first[0] - first[1]) / abs(first[1])
     agreed = differ <= AGREE[dtype]
     print(f"first losses {first[0]:.6f} and {first[1]:.6f}: {differ:.1e} apart ({'agree' if agreed else 'DIFFER'})")
+    last = [warm[name].losses[-1] for name in ("ours", args.peer)]
+    apart = abs(last[0] - last[1]) / abs(last[1])
+    print(f"losses after {args.warmup - 1} updates {last[0]:.6f} and {last[1]:.6f}: {apart:.1e} apart")
     ratio = measured[args.peer].summary()["p50"] / measured["ours"].summary()["p50"]
     target = TARGETS[case.name, dtype]
     print(f"{ratio:.2f} times faster than {args.peer} (target {target}: {'met' if ratio >= target else 'MISSED'})")
@@ -107,7 +110,14 @@ def verdict(
     cpu_ratio = spent[0] / spent[1] if all(spent) else None
     if cpu_ratio:
         print(f"{cpu_ratio:.2f} times less CPU time a step")
-    extra = {"peer": about, "first_losses": first, "ratio": ratio, "cpu_ratio": cpu_ratio, "target": target}
+    extra = {
+        "peer": about,
+        "first_losses": first,
+        "last_warmup_losses": last,
+        "ratio": ratio,
+        "cpu_ratio": cpu_ratio,
+        "target": target,
+    }
     save(args, f"train-{case.family.name}-{args.peer}", case, dtype, ours, warm, measured, extra)
     return agreed and ratio >= target
 
