@@ -58,6 +58,22 @@ def test_sides_train_alike_in_turns(tiny):
     assert ours.plan.on("trim_tokens") and all(s > 0 for s in measured["ours"].seconds)
 
 
+def test_every_timed_step_updates_the_weights(tiny):
+    """X-VLA's loss with random weights is in the thousands, above what a run's guard trains on by default; and a step
+    that is refused is not timed."""
+    xvla = models.family("xvla")
+    config = config_of(xvla, "tiny")
+    contract = xvla.model.contract(config)
+    case = Case(xvla, "tiny", config, contract, 2, (make_minibatch(contract, 2, 0, {}),), {})
+    losses = Ours("ours", case, PlanOptions(device="cpu", compile="off")).run(2).losses
+    assert losses[0] > 100 and losses[1] != losses[0]
+    ours = Ours("ours", tiny, PlanOptions(device="cpu", compile="off"))
+    with torch.no_grad():
+        next(ours.model.parameters()).fill_(float("nan"))
+    with pytest.raises(UserError, match="1 steps were refused"):
+        ours.run(1)
+
+
 def test_a_record_has_the_plan_in_few_lines_and_comes_back(tiny, tmp_path):
     plan = make_plan(fresh_model(tiny), tiny.contract, PlanOptions(device="cpu", compile="on"))
     body = {"plan": plan_facts(plan), "seconds": [0.125] * 20, "by number": {3: {"π": None}}, "empty": [{}, []]}
