@@ -2,7 +2,7 @@
    transposition.
 
    Tensors are flat. Low precision is bf16, read and written as its 16 bits. Work is dealt out to threads in chunks, in
-   the same pieces whatever their number, so results do not depend on it. */
+   the same pieces whatever their number, so results do not depend on it. CHUNK comes from native.py. */
 
 #include <math.h>
 #include <stdint.h>
@@ -11,7 +11,6 @@
 #include <immintrin.h>
 #endif
 
-#define CHUNK 65536
 #define LANES 64
 
 static inline float widen(uint16_t half) {

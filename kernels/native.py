@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_suffix(".c")
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+CHUNK = 65536
+"""Elements that a thread takes at a time."""
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", f"-DCHUNK={CHUNK}")
 VECTORS = ("-mprefer-vector-width=512",)
 """Only where the compiler knows it."""
-CHUNK = 65536
-"""As in `native.c`."""
 
 
 class NotBuilt(RuntimeError):

@@ -35,9 +35,7 @@ class ForgeAdam:
     def __call__(self, bucket: Bucket) -> None:
         if bucket.weights[0].device.type in self.devices:
             adamw(**_tensors(bucket), **_constants(bucket))
-        elif self._native(bucket):
-            return
-        else:
+        elif not self._native(bucket):
             self.elsewhere(bucket)
             if _has_masters(bucket):
                 torch._foreach_copy_(bucket.params, bucket.weights)
