@@ -13,7 +13,7 @@ setup(
     packages=[f"vlaforge.{name}" for name in found],
     package_dir={f"vlaforge.{top}": top for top in TOP},
     package_data={
-        "": ["*.yaml", "*.json", "*.md", "*.c", "py.typed"],
+        "": ["*.yaml", "*.json", "*.md", "*.c", "*.h", "py.typed"],
         "vlaforge.data": ["samples/**/*"],
         "vlaforge.models": ["**/*.yaml", "**/*.json", "**/*.md"],
     },

@@ -6,16 +6,19 @@ import logging
 from functools import cache
 
 from vlaforge.data.statistics import cache_folder
-from vlaforge.kernels.native import Native, NotBuilt
+from vlaforge.kernels.native import Native, NotBuilt, use
 
 log = logging.getLogger("vlaforge.native")
 
 
 @cache
 def native() -> Native | None:
-    """The loops, compiled at the first call on a machine; None, with a warning, where they cannot be built."""
+    """The loops, compiled at a machine's first call and from then on what the ops of `kernels` run on; None, with a
+    warning, where they cannot be built."""
     try:
-        return Native(cache_folder() / "native")
+        built = Native(cache_folder() / "native")
     except (NotBuilt, OSError) as error:
         log.warning("AdamW runs as torch's fused kernel, with more passes over memory: %s.", error)
         return None
+    use(built)
+    return built

@@ -5,7 +5,7 @@ build, runs AVX-512 there (2.2 times faster on an AMD EPYC of 2024). `gemm_nt` i
 for strided inputs, as an op that `torch.compile` takes as it is. `prefers_onednn()` measures once which one is faster.
 
 Weight gradients in bf16 on a CPU with AMX: oneDNN reads the transposed factor of gradᵀ · x half as fast as one that
-lies as it is read, so it is transposed before, by `native.c`. One thread of a Xeon of 2023, ms: 552 rows, 1024 to 4096
+lies as it is read, so it is transposed before, by `many.c`. One thread of a Xeon of 2023, ms: 552 rows, 1024 to 4096
 columns 9.1 and 4.7; 1024 rows, 1152 to 4304 columns 17.0 and 10.8; nothing gained with thousands of rows.
 
 Attention as two products around a softmax: all query heads that share keys in one product, softmax by ATen's row
@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlaforge.kernels.native import Native
+from vlaforge.kernels.native import loops
 
 _LIBRARY = torch.library.Library("vlaforge_cpu", "DEF")
 _LIBRARY.define("gemm_nt(Tensor a, Tensor b) -> Tensor")
@@ -84,22 +84,16 @@ def gemm_nt(a: Tensor, b: Tensor) -> Tensor:
     return _GemmNT.apply(a, b)
 
 
-_loops: Native | None = None
 MOST_ROWS, LEAST_COLUMNS = 2048, 512
 """Up to how many rows, and from how many columns of the wider side, a transposition pays."""
 
 
-def transposes(loops: Native) -> None:
-    """Has `weight_gradient` transpose with these loops. Without them it is the plain product."""
-    global _loops
-    _loops = loops
-
-
 def _weight_gradient_cpu(grad_MN: Tensor, x_MK: Tensor) -> Tensor:
     wide = max(grad_MN.shape[1], x_MK.shape[1]) >= LEAST_COLUMNS
-    if _loops is None or grad_MN.dtype != torch.bfloat16 or not wide or len(grad_MN) > MOST_ROWS:
+    native = loops()
+    if native is None or grad_MN.dtype != torch.bfloat16 or not wide or len(grad_MN) > MOST_ROWS:
         return grad_MN.t() @ x_MK
-    return _loops.transposed(grad_MN.contiguous()) @ x_MK
+    return native.transposed(grad_MN.contiguous()) @ x_MK
 
 
 _LIBRARY.impl("weight_gradient", _weight_gradient_cpu, "CPU")

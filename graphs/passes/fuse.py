@@ -247,8 +247,6 @@ class Fuse(Pass):
 
     def apply(self, target: nn.Module, sites: Sequence[Site], context: Context) -> None:
         swaps = {swap.block: swap for swap in table(context)}
-        if not context.options.device_kind.cuda and _straight(context):
-            cpu.transposes(native())
         for site in sites:
             module = target.get_submodule(site.path)
             swap = swaps[type(module)]

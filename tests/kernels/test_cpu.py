@@ -38,7 +38,7 @@ def loops():
 def test_straight_linear_is_linear(monkeypatch, loops):
     """Values and gradients in bf16, for shapes that transpose and shapes that do not, and a gradient with gaps."""
     given = []
-    monkeypatch.setattr(cpu, "_loops", SimpleNamespace(transposed=lambda x: given.append(x) or loops.transposed(x)))
+    monkeypatch.setattr(native, "_loops", SimpleNamespace(transposed=lambda x: given.append(x) or loops.transposed(x)))
     for rows, inner, outer in ((37, 45, 600), (37, 600, 45), (37, 45, 33), (2100, 16, 520)):
         x, weight = (
             normal(*shape, seed=i, dtype=torch.bfloat16) for i, shape in enumerate(((rows, inner), (outer, inner)))

@@ -1,61 +1,34 @@
-"""AdamW and sums of squares over many tensors on a CPU, in one pass over memory, and a fast transposition: `native.c`,
-compiled where it runs.
+"""AdamW and sums of squares over many tensors on a CPU, in one pass over memory, and a fast transposition: `many.c`.
 
 torch's fused AdamW takes gradients of the weights' dtype and knows no low-precision copies: beside fp32 masters the
 gradients are widened to memory and the masters rounded in passes of their own, 40 bytes a weight rather than 28. A
-compiled loop over all tensors takes `torch.compile` minutes. So this is C, built once by the machine's compiler for the
-machine's processor and kept in a cache; where there is no compiler, callers go on with torch's kernel and say so.
+compiled loop over all tensors takes `torch.compile` minutes. Where these loops cannot be built, callers go on with
+torch's kernel and say so.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-SOURCE = Path(__file__).with_suffix(".c")
-CHUNK = 65536
-"""Elements that a thread takes at a time."""
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", f"-DCHUNK={CHUNK}")
-VECTORS = ("-mprefer-vector-width=512",)
-"""Only where the compiler knows it."""
-
-
-class NotBuilt(RuntimeError):
-    """The library cannot be had here: no compiler, or it failed. The message says which."""
-
-
-def compiler() -> list[str] | None:
-    """The C compiler and its first arguments: ``$CC``, else the first of cc, gcc and clang; None when there is none."""
-    given = shlex.split(os.environ.get("CC", ""))
-    for command in [given] if given else [["cc"], ["gcc"], ["clang"]]:
-        if shutil.which(command[0]):
-            return command
-    return None
+from vlaforge.kernels.native.build import CHUNK, load
 
 
 class Native:
-    """The loops of `native.c`, on flat CPU tensors of fp32 and bf16.
+    """The loops of `many.c`, on flat CPU tensors of fp32 and bf16.
 
     Args:
-        folder: where compiled libraries are kept, one for each source, compiler and processor.
+        folder: where compiled libraries are kept.
 
     Raises NotBuilt.
     """
 
     def __init__(self, folder: Path):
-        library = ctypes.CDLL(str(_built(folder)))
+        self.library = library = load(folder)
         self._adamw, self._square_sums = library.vlaforge_adamw, library.vlaforge_square_sums
         self._transpose = library.vlaforge_transpose
         self._adamw.restype = self._square_sums.restype = self._transpose.restype = None
@@ -159,35 +132,3 @@ def _addresses(tensors: Sequence[Tensor]) -> ctypes.Array:
 
 def _low(tensors: Sequence[Tensor]) -> ctypes.Array:
     return (ctypes.c_uint8 * len(tensors))(*(tensor.dtype == torch.bfloat16 for tensor in tensors))
-
-
-@cache
-def _built(folder: Path) -> Path:
-    """The library's file, compiled when it is not there. Raises NotBuilt."""
-    command = compiler()
-    if command is None:
-        raise NotBuilt("no C compiler was found (cc, gcc or clang; $CC names another)")
-    key = hashlib.sha256("\0".join([SOURCE.read_text(), *FLAGS, *VECTORS, *command, _processor()]).encode())
-    target = folder / f"native-{key.hexdigest()[:16]}.so"
-    if target.is_file():
-        return target
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        made = Path(scratch) / target.name
-        # OpenMP and wide vectors are not on every machine: from the best down to what must work.
-        for extras in (("-fopenmp", *VECTORS), ("-fopenmp",), ()):
-            line = [*command, *FLAGS, *extras, str(SOURCE), "-o", str(made), "-lm"]
-            run = subprocess.run(line, capture_output=True, text=True)
-            if run.returncode == 0:
-                os.replace(made, target)
-                return target
-    said = run.stderr.strip().splitlines()
-    raise NotBuilt(f"{command[0]} could not compile it: {said[-1] if said else f'exit code {run.returncode}'}")
-
-
-def _processor() -> str:
-    """What of the machine decides the code: a cache may be shared by machines that differ."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    told = [line for line in lines if line.startswith(("model name", "flags", "Features"))]
-    return f"{platform.machine()} {platform.processor()} {' '.join(sorted(set(told)))}"
