@@ -30,11 +30,14 @@ class Mask:
         is_causal: query t sees keys up to its own position; the last query stands at the last key.
         segments_BT: self-attention inside segments: a query sees the keys with its own number; a negative number is
             padding, which sees and shows nothing.
+        bias_S: added to the scores of a key, for all queries and samples: log n for one key that stands for n. It comes
+            without the others.
     """
 
     keys_BS: Tensor | None = None
     is_causal: bool = False
     segments_BT: Tensor | None = None
+    bias_S: Tensor | None = None
 
     @classmethod
     def padding(cls, keys_BS: Tensor) -> Mask:
@@ -54,6 +57,11 @@ class Mask:
     def segments(cls, segments_BT: Tensor) -> Mask:
         """Blocks of a block table: tokens see the tokens of their own segment (windows, packed samples)."""
         return cls(segments_BT=segments_BT)
+
+    @classmethod
+    def weighted(cls, bias_S: Tensor) -> Mask:
+        """All keys are seen, some more than others."""
+        return cls(bias_S=bias_S)
 
     def dense(self, queries: int, keys: int, device: torch.device | None = None) -> Tensor:
         """bool [B or 1, 1, T or 1, S], True where a query sees a key; T is 1 when all queries see the same."""
@@ -81,6 +89,9 @@ def attention(
     """
     b, h, t, _ = q_BHTK.shape
     groups, keys = k_BGSK.shape[1:3]
+    if mask is not None and mask.bias_S is not None:
+        bias = mask.bias_S.to(q_BHTK.dtype).view(1, 1, 1, keys)
+        return F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, bias, scale=scale, enable_gqa=h > groups)
     repeat = h // groups
     structured = mask is not None and (mask.keys_BS is not None or mask.segments_BT is not None)
     plain = not structured and (mask is None or not mask.is_causal or t == keys)
@@ -112,7 +123,7 @@ class Attention(nn.Module):
         self.structured: Executor = attention
 
     def forward(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Mask | None = None) -> Tensor:
-        if mask is None or (mask.keys_BS is None and mask.segments_BT is None):
+        if mask is None or (mask.keys_BS is None and mask.segments_BT is None and mask.bias_S is None):
             return self.plain(q_BHTK, k_BGSK, v_BGSK, mask)
         if mask.is_causal or mask.segments_BT is not None:
             return self.structured(q_BHTK, k_BGSK, v_BGSK, mask)

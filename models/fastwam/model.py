@@ -133,7 +133,7 @@ class Model(EmbodiedModel):
     # ------------------------------------------------------------------------------------------------ inputs
 
     def _context(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """(text rows, the state's row and perhaps one row for cut padding [B, L', D]; bias of the scores).
+        """(text rows, the state's row and perhaps one row for cut padding [B, L', D]; bias of the scores [L']).
 
         Padded rows of the text are zero vectors that everybody attends to. They all have the same key and value, so the
         n rows that trimming has cut are one zero row whose score is raised by log n: the same softmax.
@@ -149,7 +149,6 @@ class Model(EmbodiedModel):
             parts.append(torch.zeros_like(parts[0][:, :1]))
             length = sum(part.shape[1] for part in parts)
             bias = nn.functional.pad(torch.zeros(length - 1, device=context.device), (0, 1), value=math.log(cut))
-            bias = bias.view(1, 1, 1, length)
         return torch.cat(parts, dim=1), bias
 
     def _tables(self, device: torch.device) -> tuple[KeyValue, KeyValue]:

@@ -16,10 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlaforge.models.blocks.attention import QKV, Attention
+from vlaforge.models.blocks.attention import QKV, Attention, Mask
 from vlaforge.models.blocks.modulation import GatedAdd, ModulatedLayerNorm
 from vlaforge.models.blocks.norms import NormWeight, RMSNorm
 from vlaforge.models.video.rope import QKNormRotary
@@ -29,12 +28,10 @@ Six = tuple[Tensor, ...]
 """The six modulations of a block, fp32 [B, G, D] each."""
 
 
-def mix(q_BSHK: Tensor, k_BLHK: Tensor, v_BLHK: Tensor, attention: Attention, bias: Tensor | None = None) -> Tensor:
-    """Softmax attention of [B, S, H, K] tensors without a mask; `bias` [1, 1, 1, L] is added to the scores."""
+def mix(q_BSHK: Tensor, k_BLHK: Tensor, v_BLHK: Tensor, attention: Attention, bias_L: Tensor | None = None) -> Tensor:
+    """Softmax attention of [B, S, H, K] tensors without a mask; `bias_L` is added to the scores."""
     q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BLHK, v_BLHK))
-    if bias is not None:
-        return F.scaled_dot_product_attention(q, k, v, bias.to(q.dtype)).transpose(1, 2)
-    return attention(q, k, v).transpose(1, 2)
+    return attention(q, k, v, None if bias_L is None else Mask.weighted(bias_L)).transpose(1, 2)
 
 
 class SelfAttention(nn.Module):
@@ -122,7 +119,7 @@ class WanBlock(nn.Module):
     ) -> Tensor:
         """Tokens and what self attention mixed for them → the block's output [B, S, D].
 
-        `text_BLHK` are the text's (k, v) from `text`; `text_bias` [1, 1, 1, L] is added to its scores.
+        `text_BLHK` are the text's (k, v) from `text`; `text_bias` [L] is added to its scores.
         """
         _, _, gate, shift_mlp, scale_mlp, gate_mlp = six
         x_BSD = self.add_attn(x_BSD, self.self_attn.o(mixed_BSHK.flatten(2)), gate)

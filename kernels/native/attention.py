@@ -1,0 +1,184 @@
+"""Attention in bf16 on a CPU with AMX tiles, forward and backward: `attention.c`, and the torch ops around it.
+
+A sample's key head and the query heads that read it are one problem, done by one thread out of its second cache: K and
+V are packed into tiles once, scores and their softmax are fp32, and probabilities are rounded to bf16 for the products
+alone. Kept for the backward are only the log-sum-exps (fp32, one a query); it computes the probabilities again. Heads
+are read where they lie, in [B, T, H, K] projections or parts of a packed one, and all outputs are written as
+[B, T, H, K] memory, so that neither splitting nor merging heads copies. Any width and length is padded inside.
+
+Against fp64 the errors of outputs and gradients are 2e-3 of their norm, which is the rounding of bf16, rather than the
+5e-3 to 8e-3 of two products around a softmax whose scores are rounded, too. Results do not depend on threads.
+
+Axes: B samples, H query heads, G key heads, T queries, S keys, K head width.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlaforge.kernels.native import loops
+
+_LIBRARY = torch.library.Library("vlaforge_cpu", "FRAGMENT")
+_LIBRARY.define(
+    "tiled_attention(Tensor q, Tensor k, Tensor v, Tensor? keys, Tensor? bias, float scale, bool causal)"
+    " -> (Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "tiled_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor? keys, Tensor? bias,"
+    " float scale, bool causal) -> (Tensor, Tensor, Tensor)"
+)
+
+
+@cache
+def _ready(library: ctypes.CDLL) -> bool:
+    return bool(library.vlaforge_attention_ready())
+
+
+def has_tiles() -> bool:
+    """Whether `attention` can run: the library is in use, made for tiles, and the system lets the process have them."""
+    native = loops()
+    return native is not None and _ready(native.library)
+
+
+def serves(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor) -> bool:
+    """Whether `attention` takes these: bf16, the values of a head side by side. (DaViT's channel attention has its few
+    channels side by side and its width across memory: two products do that better.)"""
+    given = (q_BHTK, k_BGSK, v_BGSK)
+    return all(x.dtype == torch.bfloat16 and x.stride(-1) == 1 for x in given)
+
+
+def _run(
+    tensors: list[Tensor | None],
+    lse: Tensor,
+    keys: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    causal: bool,
+    backwards: bool,
+) -> None:
+    """`tensors`: q, k, v, output, its gradient, and the gradients of q, k, v, each [B, heads, tokens, K]."""
+    native = loops()
+    if native is None:
+        raise RuntimeError("tiled attention runs on the native library, and this process has none in use")
+    q, k = tensors[0], tensors[1]
+    keys = None if keys is None else keys.contiguous()
+    bias = None if bias is None else bias.float().contiguous()
+    if not (q.numel() and k.numel()):
+        for out in (tensors[3], *tensors[5:]):
+            if out is not None:
+                out.zero_()
+        return
+    sizes = (ctypes.c_int64 * 7)(*q.shape[:2], k.shape[1], q.shape[2], *k.shape[2:], causal)
+    strides = [n for x in tensors for n in ((0, 0, 0) if x is None else x.stride()[:3])]
+    threads = torch.get_num_threads()
+    room = native.library.vlaforge_attention_room
+    room.restype = ctypes.c_int64
+    memory = torch.empty(room(sizes, backwards, threads), dtype=torch.uint8)
+    run = native.library.vlaforge_attention
+    run.restype = None
+    run(
+        sizes,
+        (ctypes.c_void_p * 8)(*map(_address, tensors)),
+        (ctypes.c_int64 * 24)(*strides),
+        *(ctypes.c_void_p(_address(x)) for x in (keys, bias, lse)),
+        ctypes.c_double(scale),
+        int(backwards),
+        threads,
+        ctypes.c_void_p(memory.data_ptr()),
+    )
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _side_by_side(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _empty_BHTK(x: Tensor) -> Tensor:
+    """As `x`, in [B, T, H, K] memory."""
+    return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
+
+
+Keys = Tensor | None
+
+
+def _forward_meta(
+    q: Tensor, k: Tensor, v: Tensor, keys: Keys, bias: Keys, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    return _empty_BHTK(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _forward_cpu(
+    q: Tensor, k: Tensor, v: Tensor, keys: Keys, bias: Keys, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    out, lse = _forward_meta(q, k, v, keys, bias, scale, causal)
+    given = [_side_by_side(x) for x in (q, k, v)]
+    _run([*given, out, None, None, None, None], lse, keys, bias, scale, causal, False)
+    return out, lse
+
+
+def _backward_meta(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, keys: Keys, bias: Keys, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_BHTK(q), _empty_BHTK(k), _empty_BHTK(v)
+
+
+def _backward_cpu(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, keys: Keys, bias: Keys, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    grads = _backward_meta(grad, q, k, v, lse, keys, bias, scale, causal)
+    given = [_side_by_side(x) for x in (q, k, v)]
+    _run([*given, None, _side_by_side(grad), *grads], lse, keys, bias, scale, causal, True)
+    return grads
+
+
+_LIBRARY.impl("tiled_attention", _forward_cpu, "CPU")
+_LIBRARY.impl("tiled_attention", _forward_meta, "Meta")
+_LIBRARY.impl("tiled_attention_backward", _backward_cpu, "CPU")
+_LIBRARY.impl("tiled_attention_backward", _backward_meta, "Meta")
+ATTENTION = torch.ops.vlaforge_cpu.tiled_attention.default
+"""The op itself, for policies that keep its outputs (recompute)."""
+_backward = torch.ops.vlaforge_cpu.tiled_attention_backward.default
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, keys: Keys, bias: Keys, scale: float, causal: bool
+    ) -> Tensor:
+        out, lse = ATTENTION(q, k, v, keys, bias, scale, causal)
+        ctx.save_for_backward(q, k, v, lse, keys, bias)
+        ctx.scale, ctx.causal = scale, causal
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *saved, keys, bias = ctx.saved_tensors
+        return *_backward(grad, *saved, keys, bias, ctx.scale, ctx.causal), None, None, None, None
+
+
+def attention(
+    q_BHTK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSK: Tensor,
+    keys_BS: Tensor | None,
+    bias_S: Tensor | None,
+    scale: float,
+    causal: bool = False,
+) -> Tensor:
+    """softmax(q kᵀ · scale + bias) v → bf16 [B, H, T, K], in [B, T, H, K] memory; differentiable in q, k and v.
+
+    Args:
+        keys_BS: bool, which keys are seen; None: all. A sample without any mixes all of them alike, and where `causal`
+            its queries, as any that see nothing, mix to zeros.
+        bias_S: added to the scores of a key; has no gradient.
+        causal: query t sees keys up to t + S - T.
+    """
+    return _Attention.apply(q_BHTK, k_BGSK, v_BGSK, keys_BS, bias_S, scale, causal)
