@@ -58,6 +58,7 @@ def _convolution_backward_flops(args: tuple) -> int:
 
 FLOPS: dict[str, Callable[[tuple], int]] = {
     "vlaforge_cpu.gemm_nt": lambda args: 2 * args[0].numel() * args[1].shape[-2],
+    "vlaforge_cpu.tile_product": lambda args: 2 * args[0].numel() * args[1].shape[-1],
     "vlaforge_cpu.weight_gradient": lambda args: 2 * args[0].numel() * args[1].shape[-1],
     "vlaforge_cpu.attention": lambda args: _attention_flops(args, 2),
     "vlaforge_cpu.attention_backward": lambda args: _attention_flops(args, 4, first=1),

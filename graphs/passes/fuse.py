@@ -25,6 +25,7 @@ from vlaforge.kernels.gated_residual import gated_residual
 from vlaforge.kernels.glu import glu
 from vlaforge.kernels.image_prep import image_prep
 from vlaforge.kernels.masked_mse import masked_mse
+from vlaforge.kernels.native.products import has_tiles
 from vlaforge.kernels.qk_norm_rope import qk_norm_rope
 from vlaforge.kernels.rms_norm import rms_norm
 from vlaforge.kernels.rotary import rotary
@@ -65,15 +66,18 @@ FEW_PAIRS = 180**2
 """Pairs (query, key) of a head below which SDPA is faster in fp32, as measured: windows, short texts, channels."""
 
 
-def linear_by(onednn: bool, straight: bool) -> Callable[..., Tensor]:
+def linear_by(onednn: bool, tiles: bool) -> Callable[..., Tensor]:
     def fast_linear(self: nn.Linear, x: Tensor) -> Tensor:
-        return cpu.linear(x, self.weight, self.bias, onednn, straight)
+        return cpu.linear(x, self.weight, self.bias, onednn, tiles)
 
     return fast_linear
 
 
-def onednn_patches(self: PatchEmbed, images_N3SS: Tensor) -> Tensor:
-    return cpu.linear(self.patches(images_N3SS), self.weight.flatten(1), self.bias, onednn=True, straight=False)
+def patches_by(onednn: bool, tiles: bool) -> Callable[..., Tensor]:
+    def fast_patches(self: PatchEmbed, images_N3SS: Tensor) -> Tensor:
+        return cpu.linear(self.patches(images_N3SS), self.weight.flatten(1), self.bias, onednn, tiles)
+
+    return fast_patches
 
 
 def product_attention(
@@ -112,17 +116,18 @@ def _low(context: Context) -> bool:
     return "precision" in context.on and context.options.torch_dtype == torch.bfloat16
 
 
-def _straight(context: Context) -> bool:
-    """Whether weight gradients transpose first: measured to pay in bf16 where there are AMX tiles."""
-    return _low(context) and cpu.has_amx() and native() is not None
+def _tiles() -> bool:
+    """Whether the processor has tiles (AMX) and the loops that use them could be built."""
+    loops = native()
+    return loops is not None and has_tiles(loops)
 
 
 def cpu_table(context: Context) -> tuple[Swap, ...]:
     """In bf16 oneDNN serves what `keep_fp32` holds back: the weights that a call finds decide."""
-    onednn, straight = cpu.prefers_onednn(), _straight(context)
+    onednn, tiles = cpu.prefers_onednn(), _tiles()
     return (
-        Swap(nn.Linear, "linear", "forward", linear_by(onednn, straight), lambda *_: onednn or straight),
-        Swap(PatchEmbed, "patches", "forward", onednn_patches, lambda *_: onednn),
+        Swap(nn.Linear, "linear", "forward", linear_by(onednn, tiles), lambda *_: onednn or tiles),
+        Swap(PatchEmbed, "patches", "forward", patches_by(onednn, tiles), lambda *_: onednn or tiles),
         Swap(Attention, "attention", "forward", product_attention, lambda *_: onednn or _low(context)),
         Swap(GatedActivation, "glu", "forward", sigmoid_glu, _compiled_gelu),
         Swap(MLP, "gelu", "forward", sigmoid_mlp, _compiled_gelu),

@@ -30,6 +30,7 @@ DEAR = {
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
+    *cpu.PRODUCTS,
     cpu.ATTENTION,
 }
 """Ops whose outputs `selective` keeps; `keep_output` adds a kernel's own."""

@@ -22,7 +22,7 @@ def test_products_of_any_strides_and_their_gradients():
     x, weight, bias = normal(3, 5, 7, seed=0), normal(6, 7, seed=1), normal(6, seed=2)
     grad = torch.randn(3, 6, 5, generator=torch.Generator().manual_seed(3)).transpose(1, 2)
     want = torch.autograd.grad(F.linear(x, weight, bias), (x, weight, bias), grad)
-    y = cpu.linear(x, weight, bias, onednn=True, straight=False)
+    y = cpu.linear(x, weight, bias, onednn=True, tiles=False)
     torch.testing.assert_close(y, F.linear(x, weight, bias))
     for a, b in zip(torch.autograd.grad(y, (x, weight, bias), grad), want, strict=True):
         torch.testing.assert_close(a, b)
@@ -35,7 +35,7 @@ def loops():
     return native.Native(cache_folder() / "native")
 
 
-def test_straight_linear_is_linear(monkeypatch, loops):
+def test_tiled_linear_is_linear_in_bf16(monkeypatch, loops):
     """Values and gradients in bf16, for shapes that transpose and shapes that do not, and a gradient with gaps."""
     given = []
     monkeypatch.setattr(native, "_loops", SimpleNamespace(transposed=lambda x: given.append(x) or loops.transposed(x)))
@@ -46,7 +46,7 @@ def test_straight_linear_is_linear(monkeypatch, loops):
         bias = normal(outer, seed=2, dtype=torch.bfloat16)
         grad = normal(outer, rows, seed=3, dtype=torch.bfloat16).detach().T
         want = torch.autograd.grad(F.linear(x, weight, bias), (x, weight, bias), grad)
-        y = cpu.linear(x[None], weight, bias, onednn=False, straight=True)
+        y = cpu.linear(x[None], weight, bias, onednn=False, tiles=True)
         assert torch.equal(y[0], F.linear(x, weight, bias))
         for a, b in zip(torch.autograd.grad(y, (x, weight, bias), grad[None]), want, strict=True):
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
