@@ -7,8 +7,8 @@ for strided inputs, as an op that `torch.compile` takes as it is. `prefers_onedn
 On a CPU with AMX, fp32 products run on its tiles (`native/products.c`): 1.3 to 1.6 times as fast as MKL, which reaches
 nine tenths of what the vector units can do. One thread of a Xeon of 2023, GFLOP/s, forward, input and weight gradient:
 552 rows, 512 to 2048 columns 242, 228, 196 against 146, 145, 144; 144 rows, 384 to 1792 columns 210, 203, 196 against
-142, 155, 143; from memory rather than cache 187, 185, 154 against 125, 147, 139. X-VLA's mid-size step: 1806 and 1628 ms.
-A neighbour on the same core slows tiles more (to a third) than vectors. In bf16 oneDNN uses the tiles itself.
+142, 155, 143; from memory rather than cache 187, 185, 154 against 125, 147, 139. X-VLA's mid-size step: 1628 ms instead
+of 1806. A neighbour on the same core slows tiles more (to a third) than vectors. In bf16 oneDNN uses tiles itself.
 
 Weight gradients in bf16 on a CPU with AMX: oneDNN reads the transposed factor of gradᵀ · x half as fast as one that
 lies as it is read, so it is transposed before, by `many.c`. One thread of a Xeon of 2023, ms: 552 rows, 1024 to 4096
@@ -148,8 +148,8 @@ class _Tiled(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool, tiles: bool) -> Tensor:
-    """`F.linear` of fp32 and bf16 on tiles (if `tiles`), or with fp32 products done by `gemm_nt` (if `onednn`). Elsewhere
-    than on a CPU as torch does it."""
+    """`F.linear` of fp32 and bf16 on tiles (if `tiles`), or with fp32 products done by `gemm_nt` (if `onednn`).
+    Elsewhere than on a CPU as torch does it."""
     if x.dtype != weight.dtype or x.device.type not in ("cpu", "meta"):
         return F.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
