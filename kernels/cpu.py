@@ -1,4 +1,4 @@
-"""Products, attention and GELU on a CPU, where the default kernels are not the fastest ones.
+"""Products and attention on a CPU, where the default kernels are not the fastest ones.
 
 Products. PyTorch sends fp32 products to MKL, which runs AVX2 code on processors of other makers; oneDNN, in the same
 build, runs AVX-512 there (2.2 times faster on an AMD EPYC of 2024). `gemm_nt` is that product, forward and backward,
@@ -19,17 +19,12 @@ kernel. For the lengths of a policy (up to about a thousand tokens) the scores o
 half to two thirds of the time of SDPA's blocked kernel. One opaque op, so that the compiler does not take the softmax
 apart (its own loop for it is eight times slower). The probabilities are kept for the backward.
 
-GELU in its tanh form as x · σ(2u) with u = √(2/π) (x + 0.044715 x³), which is the same function: the compiler's vector
-code has an exponential three times faster than its tanh (compiled, bf16 and fp32, forward or backward: 0.6 to 0.9
-instead of 1.3 to 1.8 ns an element of one core), and such a GELU is nearly all tanh.
-
 Axes: M rows, N columns of the result, K the summed axis; B samples, H query heads, G key heads, T queries, S keys, and
 in attention N = B·G pairs, Q = T·H/G queries of a pair, K head width.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -267,17 +262,6 @@ def attention(
     keys_NS = None if keys_BS is None else keys_BS[:, None].expand(b, groups, s).reshape(b * groups, s)
     out_NQK = _Attention.apply(q_NQK, k_NSK, v_NSK, keys_NS, scale, onednn)
     return out_NQK.unflatten(1, (t, repeat)).unflatten(0, (b, groups)).permute(0, 1, 3, 2, 4).reshape(b, h, t, width)
-
-
-# ---------------------------------------------------------------------------------------------------- for the compiler
-
-_CUBE, _TWICE = 0.044715, 2.0 * math.sqrt(2.0 / math.pi)
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    """`F.gelu(x, approximate="tanh")`, fp32 inside and rounded once. Faster where it is compiled, slower where not."""
-    wide = x.float()
-    return (wide * torch.sigmoid(_TWICE * wide * (1.0 + _CUBE * wide * wide))).to(x.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------- choice

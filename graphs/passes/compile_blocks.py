@@ -15,7 +15,7 @@ from torch import nn
 
 from vlaforge.graphs.passes.base import Context, Decision, Pass, Site, claim
 from vlaforge.graphs.passes.static_shapes import varying
-from vlaforge.kernels.compiler import make_safe
+from vlaforge.kernels.compiler import cpu_options
 
 CACHE_LIMIT = 64
 """Shapes and kinds that one function's code may be compiled for. torch's default of 8 is too few when all buckets of
@@ -41,10 +41,10 @@ class CompileBlocks(Pass):
         return [Site(name, group.path, (claim("call", name),)) for group in model.blocks() for name in group.names]
 
     def apply(self, target: nn.Module, sites: Sequence[Site], context: Context) -> None:
-        make_safe()
         config = torch._dynamo.config
         config.recompile_limit = max(config.recompile_limit, CACHE_LIMIT)
         config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4 * CACHE_LIMIT)
+        options = None if context.options.device_kind.cuda else cpu_options()
         for site in sites:
             block = target.get_submodule(site.path)
-            block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
+            block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False, options=options)

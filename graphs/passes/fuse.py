@@ -22,6 +22,7 @@ from vlaforge.kernels import cpu
 from vlaforge.kernels.ada_norm import ada_norm
 from vlaforge.kernels.flow_mix import flow_mix
 from vlaforge.kernels.gated_residual import gated_residual
+from vlaforge.kernels.gelu import gelu
 from vlaforge.kernels.glu import glu
 from vlaforge.kernels.image_prep import image_prep
 from vlaforge.kernels.masked_mse import masked_mse
@@ -92,24 +93,28 @@ def product_attention(
     return cpu.attention(q_BHTK, k_BGSK, v_BGSK, keys, q_BHTK.shape[-1] ** -0.5, self.onednn)
 
 
-def sigmoid_gelu(self: nn.GELU, x: Tensor) -> Tensor:
-    return cpu.gelu_tanh(x)
+GELUS = {"none": False, "gelu": False, "tanh": True, "gelu_tanh": True}
+"""Whether a GELU of that name is the one by tanh."""
 
 
-def sigmoid_mlp(self: MLP, x_BTD: Tensor) -> Tensor:
-    return self.fc2(cpu.gelu_tanh(self.fc1(x_BTD)))
+def fast_gelu(self: nn.GELU, x: Tensor) -> Tensor:
+    return gelu(x, GELUS[self.approximate])
 
 
-def sigmoid_glu(self: GatedActivation, gate_BTF: Tensor, up_BTF: Tensor | None = None) -> Tensor:
+def fast_mlp(self: MLP, x_BTD: Tensor) -> Tensor:
+    return self.fc2(gelu(self.fc1(x_BTD), GELUS[self.activation]))
+
+
+def fast_glu(self: GatedActivation, gate_BTF: Tensor, up_BTF: Tensor | None = None) -> Tensor:
     """Also takes the packed [gate | up] alone."""
     if up_BTF is None:
         gate_BTF, up_BTF = gate_BTF.chunk(2, dim=-1)
-    return cpu.gelu_tanh(gate_BTF) * up_BTF
+    return gelu(gate_BTF, GELUS[self.activation]) * up_BTF
 
 
 def _compiled_gelu(module: nn.Module, context: Context) -> bool:
-    tanh = getattr(module, "approximate", None) == "tanh" or getattr(module, "activation", None) == "gelu_tanh"
-    return tanh and context.options.compiles and "compile_blocks" not in context.options.without
+    kind = module.approximate if isinstance(module, nn.GELU) else module.activation
+    return kind in GELUS and context.options.compiles and "compile_blocks" not in context.options.without
 
 
 def _low(context: Context) -> bool:
@@ -129,9 +134,9 @@ def cpu_table(context: Context) -> tuple[Swap, ...]:
         Swap(nn.Linear, "linear", "forward", linear_by(onednn, tiles), lambda *_: onednn or tiles),
         Swap(PatchEmbed, "patches", "forward", patches_by(onednn, tiles), lambda *_: onednn or tiles),
         Swap(Attention, "attention", "forward", product_attention, lambda *_: onednn or _low(context)),
-        Swap(GatedActivation, "glu", "forward", sigmoid_glu, _compiled_gelu),
-        Swap(MLP, "gelu", "forward", sigmoid_mlp, _compiled_gelu),
-        Swap(nn.GELU, "gelu", "forward", sigmoid_gelu, _compiled_gelu),
+        Swap(GatedActivation, "glu", "forward", fast_glu, _compiled_gelu),
+        Swap(MLP, "gelu", "forward", fast_mlp, _compiled_gelu),
+        Swap(nn.GELU, "gelu", "forward", fast_gelu, _compiled_gelu),
     )
 
 

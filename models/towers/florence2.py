@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import count
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlaforge.data.errors import UserError
@@ -134,6 +133,7 @@ class DaViTHalf(nn.Module):
         self.conv2 = nn.Conv2d(dim, dim, 3, padding=1, groups=dim)
         self.norm2 = nn.LayerNorm(dim, eps=config.eps)
         self.fc1 = nn.Linear(dim, int(dim * config.mlp_ratio))
+        self.act = nn.GELU()
         self.fc2 = nn.Linear(int(dim * config.mlp_ratio), dim)
         self.drop1 = Dropout(drop_path, next(salts), whole_sample=True)
         self.drop2 = Dropout(drop_path, next(salts), whole_sample=True)
@@ -142,7 +142,7 @@ class DaViTHalf(nn.Module):
         x_NhwC = x_NhwC + _channels_last(self.conv1, x_NhwC)
         x_NhwC = x_NhwC + self.drop1(self.attn(self.norm1(x_NhwC)), seed_N)
         x_NhwC = x_NhwC + _channels_last(self.conv2, x_NhwC)
-        return x_NhwC + self.drop2(self.fc2(F.gelu(self.fc1(self.norm2(x_NhwC)))), seed_N)
+        return x_NhwC + self.drop2(self.fc2(self.act(self.fc1(self.norm2(x_NhwC)))), seed_N)
 
 
 def _channels_last(conv: nn.Conv2d, x_NhwC: Tensor) -> Tensor:
@@ -269,6 +269,7 @@ class BartLayer(nn.Module):
         self.out_proj = nn.Linear(width, width)
         self.norm1 = nn.LayerNorm(width, eps=config.eps)
         self.fc1 = nn.Linear(width, config.mlp)
+        self.act = nn.GELU()
         self.fc2 = nn.Linear(config.mlp, width)
         self.norm2 = nn.LayerNorm(width, eps=config.eps)
         self.drop1 = Dropout(config.dropout, next(salts))
@@ -280,7 +281,7 @@ class BartLayer(nn.Module):
         q, k, v = self.qkv(x_BTD)
         mixed_BTD = merge_heads(self.attention(q, k, v, seed_B))
         x_BTD = self.norm1(x_BTD + self.drop1(self.out_proj(mixed_BTD), seed_B))
-        hidden = self.drop_activation(F.gelu(self.fc1(x_BTD)), seed_B)
+        hidden = self.drop_activation(self.act(self.fc1(x_BTD)), seed_B)
         return self.norm2(x_BTD + self.drop2(self.fc2(hidden), seed_B))
 
 
