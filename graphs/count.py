@@ -62,6 +62,8 @@ FLOPS: dict[str, Callable[[tuple], int]] = {
     "vlaforge_cpu.weight_gradient": lambda args: 2 * args[0].numel() * args[1].shape[-1],
     "vlaforge_cpu.attention": lambda args: _attention_flops(args, 2),
     "vlaforge_cpu.attention_backward": lambda args: _attention_flops(args, 4, first=1),
+    "vlaforge_cpu.tiled_attention": lambda args: _attention_flops(args, 2),
+    "vlaforge_cpu.tiled_attention_backward": lambda args: _attention_flops(args, 5, first=1),
     "aten.convolution_backward": _convolution_backward_flops,
     "aten._scaled_dot_product_flash_attention_for_cpu": lambda args: _attention_flops(args, 2),
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": lambda args: _attention_flops(args, 5, first=1),

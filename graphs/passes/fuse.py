@@ -3,7 +3,7 @@
 On a GPU the functions are the kernels of `vlaforge.kernels`. On a CPU, elementwise work is left to `compile_blocks`
 (one generated loop, forward and backward), which is given a GELU that it can make fast; the rest of the gain is in the
 products: fp32 ones go to oneDNN where the default BLAS is slower (measured), attention runs as two products around a
-softmax (`kernels.cpu`).
+softmax (`kernels.cpu`), or in one loop on the tiles of a CPU that has them (bf16, `kernels.native.attention`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from vlaforge.kernels.gelu import gelu
 from vlaforge.kernels.glu import glu
 from vlaforge.kernels.image_prep import image_prep
 from vlaforge.kernels.masked_mse import masked_mse
+from vlaforge.kernels.native import attention as tiled
 from vlaforge.kernels.native.products import has_tiles
 from vlaforge.kernels.qk_norm_rope import qk_norm_rope
 from vlaforge.kernels.rms_norm import rms_norm
@@ -84,13 +85,15 @@ def patches_by(onednn: bool, tiles: bool) -> Callable[..., Tensor]:
 def product_attention(
     self: Attention, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Mask | None = None
 ) -> Tensor:
-    if mask is not None and (mask.is_causal or mask.segments_BT is not None):
+    mask, scale = mask or Mask(), q_BHTK.shape[-1] ** -0.5
+    if self.tiles and mask.segments_BT is None and tiled.serves(q_BHTK, k_BGSK, v_BGSK):
+        return tiled.attention(q_BHTK, k_BGSK, v_BGSK, mask.keys_BS, mask.bias_S, scale, mask.is_causal)
+    if mask.is_causal or mask.segments_BT is not None or mask.bias_S is not None:
         return type(self).forward(self, q_BHTK, k_BGSK, v_BGSK, mask)
     pairs = q_BHTK.shape[1] // k_BGSK.shape[1] * q_BHTK.shape[2] * k_BGSK.shape[2]
     if q_BHTK.dtype == torch.float32 and pairs < FEW_PAIRS:
         return type(self).forward(self, q_BHTK, k_BGSK, v_BGSK, mask)
-    keys = None if mask is None else mask.keys_BS
-    return cpu.attention(q_BHTK, k_BGSK, v_BGSK, keys, q_BHTK.shape[-1] ** -0.5, self.onednn)
+    return cpu.attention(q_BHTK, k_BGSK, v_BGSK, mask.keys_BS, scale, self.onednn)
 
 
 GELUS = {"none": False, "gelu": False, "tanh": True, "gelu_tanh": True}
@@ -261,5 +264,7 @@ class Fuse(Pass):
             module = target.get_submodule(site.path)
             swap = swaps[type(module)]
             if swap.function is product_attention:
-                module.onednn = cpu.prefers_onednn()  # settled here: measuring is nothing for a traced forward
+                # Settled here: measuring and building are nothing for a traced forward.
+                module.onednn = cpu.prefers_onednn()
+                module.tiles = _low(context) and native() is not None and tiled.has_tiles()
             setattr(module, swap.method, MethodType(swap.function, module))

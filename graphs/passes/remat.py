@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from vlaforge.graphs.passes.base import Context, Decision, Pass, Site, claim
 from vlaforge.graphs.patterns import select
 from vlaforge.kernels import cpu
+from vlaforge.kernels.native import attention as tiled
 
 aten = torch.ops.aten
 DEAR = {
@@ -32,6 +33,7 @@ DEAR = {
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     *cpu.PRODUCTS,
     cpu.ATTENTION,
+    tiled.ATTENTION,
 }
 """Ops whose outputs `selective` keeps; `keep_output` adds a kernel's own."""
 

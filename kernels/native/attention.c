@@ -20,8 +20,6 @@
 #include "softmax.h"
 
 #ifdef HAS_TILES
-#include <sys/syscall.h>
-#include <unistd.h>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -319,8 +317,7 @@ static void backward(const Problem *x, int64_t problem, Shared m, Own o, int lan
 
 /* ---------------------------------------------------------------------------------------------------- entry */
 
-/* Right to use tiles, asked of the kernel once a process. */
-int vlaforge_attention_ready(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+int vlaforge_attention_ready(void) { return tile_permission(); }
 
 /* Problems are dealt out to threads whole; where there are few, all threads work on one. */
 static void run(const Problem *x, int backwards, int threads, char *memory) {
@@ -341,7 +338,7 @@ static void run(const Problem *x, int backwards, int threads, char *memory) {
             if (i == 0 || !together) m = next;
             o = own(x, &from);
         }
-        configure();
+        tile_start();
         for (int64_t i = together ? 0 : lane; i < problems; i += together ? 1 : lanes)
             if (backwards) backward(x, i, m, o, together ? lane : 0, together ? lanes : 1);
             else forward(x, i, m, o, together ? lane : 0, together ? lanes : 1);

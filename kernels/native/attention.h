@@ -5,29 +5,14 @@
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__linux__)
 #define HAS_TILES
-#include <immintrin.h>
-#include <stdint.h>
+#include "tiles.h"
 
-#define TILE 512
 #define LOG2E 1.4426950408889634f
 #define INLINE static inline __attribute__((always_inline))
 
 typedef uint16_t half;
 
 /* ---------------------------------------------------------------------------------------------------- tiles */
-
-static void configure(void) {
-    struct __attribute__((packed)) {
-        uint8_t palette, start, reserved[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } config = {.palette = 1};
-    for (int i = 0; i < 8; i++) {
-        config.bytes[i] = 64;
-        config.rows[i] = 16;
-    }
-    _tile_loadconfig(&config);
-}
 
 /* Tiles of a factor: the other tile of the pair is `pair` values further on, the next step of the sum `step`. */
 typedef struct {
@@ -71,31 +56,6 @@ INLINE void product(Tiles a, Tiles b, int64_t steps, int add, int wide, float *c
 
 /* ---------------------------------------------------------------------------------------------------- packing */
 
-/* 16 x 16 of 32 bits. */
-INLINE void transpose16(__m512i r[16]) {
-    __m512i t[16];
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-    for (int i = 0; i < 4; i++) {
-        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-    }
-    for (int i = 0; i < 8; i++) {
-        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-    }
-}
-
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE __mmask32 first(int64_t count) { return count >= 32 ? ~0u : count > 0 ? (1u << count) - 1 : 0; }
 
@@ -118,7 +78,7 @@ INLINE void across(Rows rows, int64_t top, int64_t count, int64_t left, int64_t 
     __mmask32 columns = first(width - left);
     for (int i = 0; i < 16; i++)
         r[i] = top + i < count ? _mm512_maskz_loadu_epi16(columns, row(rows, top + i) + left) : _mm512_setzero_si512();
-    if (turn) transpose16(r);
+    if (turn) tile_transpose(r);
     store16(r, out);
 }
 
@@ -133,7 +93,7 @@ INLINE void down(Rows rows, int64_t top, int64_t count, int64_t left, int64_t wi
         if (at + 1 < count) odd = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(columns, row(rows, at + 1) + left));
         r[i] = _mm512_or_si512(even, _mm512_slli_epi32(odd, 16));
     }
-    if (turn) transpose16(r);
+    if (turn) tile_transpose(r);
     store16(r, out);
 }
 
@@ -210,7 +170,7 @@ INLINE void write_queries(
             __m512 odd = _mm512_mul_ps(at(c + 64 * i + 32 + 16 * j), factor[j]);
             r[i] = zip(narrow2(odd, even));
         }
-        transpose16(r);
+        tile_transpose(r);
         for (int i = 0; i < 16; i++) {
             int64_t query = mixed ? 8 * (i / 4) + 4 * j + i % 4 : 16 * j + i;
             if (query < count) _mm512_mask_storeu_epi16(row(out, query) + left, first(width - left), r[i]);

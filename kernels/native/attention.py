@@ -15,7 +15,6 @@ Axes: B samples, H query heads, G key heads, T queries, S keys, K head width.
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 from typing import Any
 
 import torch
@@ -34,15 +33,10 @@ _LIBRARY.define(
 )
 
 
-@cache
-def _ready(library: ctypes.CDLL) -> bool:
-    return bool(library.vlaforge_attention_ready())
-
-
 def has_tiles() -> bool:
-    """Whether `attention` can run: the library is in use, made for tiles, and the system lets the process have them."""
+    """Whether `attention` can run: the loops are in use, were compiled for tiles, and the system grants them."""
     native = loops()
-    return native is not None and _ready(native.library)
+    return native is not None and bool(native.library.vlaforge_attention_ready())
 
 
 def serves(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor) -> bool:
