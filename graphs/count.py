@@ -64,6 +64,8 @@ FLOPS: dict[str, Callable[[tuple], int]] = {
     "vlaforge_cpu.attention_backward": lambda args: _attention_flops(args, 4, first=1),
     "vlaforge_cpu.tiled_attention": lambda args: _attention_flops(args, 2),
     "vlaforge_cpu.tiled_attention_backward": lambda args: _attention_flops(args, 5, first=1),
+    "vlaforge_cpu.depthwise": lambda args: 2 * args[0].numel() * 9,
+    "vlaforge_cpu.depthwise_backward": lambda args: 4 * args[0].numel() * 9,
     "aten.convolution_backward": _convolution_backward_flops,
     "aten._scaled_dot_product_flash_attention_for_cpu": lambda args: _attention_flops(args, 2),
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": lambda args: _attention_flops(args, 5, first=1),

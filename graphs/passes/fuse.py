@@ -3,7 +3,8 @@
 On a GPU the functions are the kernels of `vlaforge.kernels`. On a CPU, elementwise work is left to `compile_blocks`
 (one generated loop, forward and backward), which is given a GELU that it can make fast; the rest of the gain is in the
 products: fp32 ones go to oneDNN where the default BLAS is slower (measured), attention runs as two products around a
-softmax (`kernels.cpu`), or in one loop on the tiles of a CPU that has them (bf16, `kernels.native.attention`).
+softmax (`kernels.cpu`), or in one loop on the tiles of a CPU that has them (bf16, `kernels.native.attention`),
+depthwise convolutions as one walk over memory (`kernels.native`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from vlaforge.kernels.glu import glu
 from vlaforge.kernels.image_prep import image_prep
 from vlaforge.kernels.masked_mse import masked_mse
 from vlaforge.kernels.native import attention as tiled
+from vlaforge.kernels.native.depthwise import depthwise, is_depthwise, takes
 from vlaforge.kernels.native.products import has_tiles
 from vlaforge.kernels.qk_norm_rope import qk_norm_rope
 from vlaforge.kernels.rms_norm import rms_norm
@@ -96,6 +98,12 @@ def product_attention(
     return cpu.attention(q_BHTK, k_BGSK, v_BGSK, mask.keys_BS, scale, self.onednn)
 
 
+def depthwise_conv(self: nn.Conv2d, x_NCHW: Tensor) -> Tensor:
+    if not takes(x_NCHW, self.weight):
+        return type(self).forward(self, x_NCHW)
+    return depthwise(x_NCHW, self.weight, self.bias)
+
+
 GELUS = {"none": False, "gelu": False, "tanh": True, "gelu_tanh": True}
 """Whether a GELU of that name is the one by tanh."""
 
@@ -113,6 +121,10 @@ def fast_glu(self: GatedActivation, gate_BTF: Tensor, up_BTF: Tensor | None = No
     if up_BTF is None:
         gate_BTF, up_BTF = gate_BTF.chunk(2, dim=-1)
     return gelu(gate_BTF, GELUS[self.activation]) * up_BTF
+
+
+def _native_depthwise(module: nn.Module, context: Context) -> bool:
+    return is_depthwise(module) and native() is not None
 
 
 def _compiled_gelu(module: nn.Module, context: Context) -> bool:
@@ -137,6 +149,7 @@ def cpu_table(context: Context) -> tuple[Swap, ...]:
         Swap(nn.Linear, "linear", "forward", linear_by(onednn, tiles), lambda *_: onednn or tiles),
         Swap(PatchEmbed, "patches", "forward", patches_by(onednn, tiles), lambda *_: onednn or tiles),
         Swap(Attention, "attention", "forward", product_attention, lambda *_: onednn or _low(context)),
+        Swap(nn.Conv2d, "depthwise", "forward", depthwise_conv, _native_depthwise),
         Swap(GatedActivation, "glu", "forward", fast_glu, _compiled_gelu),
         Swap(MLP, "gelu", "forward", fast_mlp, _compiled_gelu),
         Swap(nn.GELU, "gelu", "forward", fast_gelu, _compiled_gelu),
