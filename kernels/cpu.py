@@ -17,7 +17,8 @@ columns 9.1 and 4.7; 1024 rows, 1152 to 4304 columns 17.0 and 10.8; nothing gain
 Attention as two products around a softmax: all query heads that share keys in one product, softmax by ATen's row
 kernel. For the lengths of a policy (up to about a thousand tokens) the scores of a sample fit the cache, and this takes
 half to two thirds of the time of SDPA's blocked kernel. One opaque op, so that the compiler does not take the softmax
-apart (its own loop for it is eight times slower). The probabilities are kept for the backward.
+apart (its own loop for it is eight times slower). The probabilities are kept for the backward. In bf16, where there are
+tiles, `native/attention.py` takes its place.
 
 Axes: M rows, N columns of the result, K the summed axis; B samples, H query heads, G key heads, T queries, S keys, and
 in attention N = B·G pairs, Q = T·H/G queries of a pair, K head width.
