@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from vlaforge.data.errors import UserError
 from vlaforge.models.blocks.attention import QKV, Attention, merge_heads
 from vlaforge.models.blocks.dropout import Dropout
+from vlaforge.models.blocks.padding import padded
 
 
 @dataclass(frozen=True)
@@ -89,19 +90,12 @@ class WindowAttention(nn.Module):
         side = self.window
         down, right = -h % side, -w % side
         qkv = self.qkv(x_NhwC)  # [N, h, w, 3·C]
-        if right:
-            qkv = torch.cat([qkv, self.padding(qkv, h, right)], dim=2)
-        if down:
-            qkv = torch.cat([qkv, self.padding(qkv, down, w + right)], dim=1)
+        qkv = padded(qkv, self.qkv.bias.to(qkv.dtype), down, right)
         rows, columns = (h + down) // side, (w + right) // side
         split = qkv.view(n, rows, side, columns, side, 3, self.heads, c // self.heads).permute(5, 0, 1, 3, 6, 2, 4, 7)
         q, k, v = split.reshape(3, n * rows * columns, self.heads, side * side, c // self.heads)
         out = self.attention(q, k, v).reshape(n, rows, columns, self.heads, side, side, -1).permute(0, 1, 4, 2, 5, 3, 6)
         return self.proj(out.reshape(n, h + down, w + right, c)[:, :h, :w])
-
-    def padding(self, qkv: Tensor, rows: int, columns: int) -> Tensor:
-        """What the projection makes of rows × columns of zeros: its bias."""
-        return self.qkv.bias.to(qkv.dtype).expand(qkv.shape[0], rows, columns, -1)
 
 
 class ChannelAttention(nn.Module):

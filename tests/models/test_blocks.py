@@ -13,6 +13,7 @@ from vlaforge.models.blocks.attention import QKV, Mask, attention, merge_heads
 from vlaforge.models.blocks.image import PrepareImages
 from vlaforge.models.blocks.mlp import MLP, GatedMLP
 from vlaforge.models.blocks.norms import AdaRMSNorm, RMSNorm
+from vlaforge.models.blocks.padding import padded
 from vlaforge.models.blocks.rotary import apply_rotary, rotary_table
 from vlaforge.models.blocks.time import sincos_time
 
@@ -173,3 +174,20 @@ def test_prepare_images_takes_raw_frames_and_ready_images():
     assert wide[0, :, 2:6].eq(1).all() and wide[0, :, :2].eq(-1).all() and wide[0, :, 6:].eq(-1).all()
     with pytest.raises(ValueError, match="expected frames"):
         prepare(torch.zeros(1, 1, 3, 9, 9))
+
+
+@pytest.mark.parametrize("down,right", [(0, 0), (3, 0), (0, 2), (3, 2)])
+def test_padding_with_a_vector(down, right):
+    """As by `cat`, gradients too; a frozen fill needs none."""
+    x = torch.randn(2, 4, 5, 3, generator=generator(), dtype=torch.float64, requires_grad=True)
+    fill = torch.randn(3, generator=generator(1), dtype=torch.float64, requires_grad=True)
+    wide = torch.cat([x, fill.expand(2, 4, right, 3)], 2)
+    want, got = torch.cat([wide, fill.expand(2, down, 5 + right, 3)], 1), padded(x, fill, down, right)
+    assert torch.equal(got, want)
+    grad = torch.randn(want.shape, generator=generator(2), dtype=torch.float64)
+    for ours, exact in zip(
+        *(torch.autograd.grad(y, (x, fill), grad, allow_unused=True) for y in (got, want)), strict=True
+    ):
+        torch.testing.assert_close(torch.zeros(3).double() if ours is None else ours, exact)
+    x_only = torch.autograd.grad(padded(x, fill.detach(), down, right), x, grad)[0]
+    assert torch.equal(x_only, grad[:, :4, :5])
