@@ -4,13 +4,14 @@ On a GPU the functions are the kernels of `vlaforge.kernels`. On a CPU, elementw
 (one generated loop, forward and backward), which is given a GELU that it can make fast; the rest of the gain is in the
 products: fp32 ones go to oneDNN where the default BLAS is slower (measured), attention runs as two products around a
 softmax (`kernels.cpu`), or in one loop on the tiles of a CPU that has them (bf16, `kernels.native.attention`),
-depthwise convolutions as one walk over memory (`kernels.native`).
+depthwise convolutions as one walk over memory, those of many weights as products of patches (`kernels.native`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -29,6 +30,7 @@ from vlaforge.kernels.image_prep import image_prep
 from vlaforge.kernels.masked_mse import masked_mse
 from vlaforge.kernels.native import attention as tiled
 from vlaforge.kernels.native.depthwise import depthwise, is_depthwise, takes
+from vlaforge.kernels.native.patches import convolution, may_pay, pays
 from vlaforge.kernels.native.products import has_tiles
 from vlaforge.kernels.qk_norm_rope import qk_norm_rope
 from vlaforge.kernels.rms_norm import rms_norm
@@ -40,6 +42,7 @@ from vlaforge.models.blocks.mlp import MLP, GatedActivation
 from vlaforge.models.blocks.modulation import GatedAdd, ModulatedLayerNorm
 from vlaforge.models.blocks.norms import AdaRMSNorm, RMSNorm
 from vlaforge.models.blocks.rotary import HeadNormRotary, Rotary
+from vlaforge.models.towers.florence2 import ConvEmbed
 from vlaforge.models.towers.siglip import PatchEmbed
 from vlaforge.models.video.rope import QKNormRotary
 
@@ -104,6 +107,15 @@ def depthwise_conv(self: nn.Conv2d, x_NCHW: Tensor) -> Tensor:
     return depthwise(x_NCHW, self.weight, self.bias)
 
 
+def convolve_by(onednn: bool, tiles: bool) -> Callable[..., Tensor]:
+    def fast_convolve(self: ConvEmbed, x_NhwC: Tensor) -> Tensor:
+        if not pays(self.conv, x_NhwC):
+            return type(self).convolve(self, x_NhwC)
+        return convolution(self.conv, x_NhwC, partial(cpu.linear, onednn=onednn, tiles=tiles))
+
+    return fast_convolve
+
+
 GELUS = {"none": False, "gelu": False, "tanh": True, "gelu_tanh": True}
 """Whether a GELU of that name is the one by tanh."""
 
@@ -125,6 +137,10 @@ def fast_glu(self: GatedActivation, gate_BTF: Tensor, up_BTF: Tensor | None = No
 
 def _native_depthwise(module: nn.Module, context: Context) -> bool:
     return is_depthwise(module) and native() is not None
+
+
+def _native_convolution(module: ConvEmbed, context: Context) -> bool:
+    return may_pay(module.conv) and native() is not None
 
 
 def _compiled_gelu(module: nn.Module, context: Context) -> bool:
@@ -150,6 +166,7 @@ def cpu_table(context: Context) -> tuple[Swap, ...]:
         Swap(PatchEmbed, "patches", "forward", patches_by(onednn, tiles), lambda *_: onednn or tiles),
         Swap(Attention, "attention", "forward", product_attention, lambda *_: onednn or _low(context)),
         Swap(nn.Conv2d, "depthwise", "forward", depthwise_conv, _native_depthwise),
+        Swap(ConvEmbed, "convolution", "convolve", convolve_by(onednn, tiles), _native_convolution),
         Swap(GatedActivation, "glu", "forward", fast_glu, _compiled_gelu),
         Swap(MLP, "gelu", "forward", fast_mlp, _compiled_gelu),
         Swap(nn.GELU, "gelu", "forward", fast_gelu, _compiled_gelu),

@@ -66,9 +66,12 @@ class ConvEmbed(nn.Module):
     def forward(self, x_NhwC: Tensor) -> Tensor:
         if self.prenorm:
             x_NhwC = self.norm(x_NhwC)
-        # Channels-last memory throughout: the permutes below are views, and the convolution takes it as it is.
-        x_NhwC = self.conv(x_NhwC.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        x_NhwC = self.convolve(x_NhwC)
         return x_NhwC if self.prenorm else self.norm(x_NhwC)
+
+    def convolve(self, x_NhwC: Tensor) -> Tensor:
+        """Channels-last memory throughout: the permutes are views, and the convolution takes it as it is."""
+        return _channels_last(self.conv, x_NhwC)
 
 
 class WindowAttention(nn.Module):

@@ -8,7 +8,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vlaforge.graphs.native import native
+from vlaforge.kernels.native import patches
 from vlaforge.kernels.native.depthwise import is_depthwise
+from vlaforge.models.towers.florence2 import ConvEmbed
 
 
 class Ran(TorchDispatchMode):
@@ -57,7 +59,27 @@ def test_every_depthwise_convolution_of_davit_runs_in_the_native_loop(xvla, rema
     (usual, want), (ran, got) = (stepped(xvla, each) for each in (plain, model))
     assert ran.count("depthwise") >= len(found) and ran.count("depthwise_backward") == len(found)
     assert usual.count("convolution_backward") - ran.count("convolution_backward") == len(found)
-    rtol = 1e-5 if dtype == "fp32" else 2e-2
+    alike(plain, model, want, got, rtol=1e-5 if dtype == "fp32" else 2e-2)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_embeddings_of_many_weights_run_as_products_of_patches(xvla, dtype, monkeypatch):
+    monkeypatch.setattr(patches, "LEAST_WEIGHTS", 1)
+    monkeypatch.setattr(patches, "PLACES", 10**9)
+    plain, model = xvla.model(), xvla.model()
+    xvla.only(plain, "precision", dtype=dtype).lower(plain)
+    plan = xvla.only(model, "fuse", "precision", dtype=dtype)
+    found = {name for name, module in model.named_modules() if isinstance(module, ConvEmbed)}
+    assert {site.path for site in plan.entry("fuse").sites if site.what == "convolution"} == found
+    plan.lower(model)
+    (usual, want), (ran, got) = (stepped(xvla, each) for each in (plain, model))
+    assert ran.count("patches") == len(found) and not ran.count("convolution")
+    assert usual.count("convolution_backward") > ran.count("convolution_backward")
+    alike(plain, model, want, got, rtol=1e-5 if dtype == "fp32" else 2e-2)
+
+
+def alike(plain: nn.Module, model: nn.Module, want: torch.Tensor, got: torch.Tensor, rtol: float) -> None:
+    """Losses and gradients."""
     torch.testing.assert_close(got, want, rtol=rtol, atol=0)
     total = torch.stack([p.grad.norm() for p in plain.parameters() if p.grad is not None]).norm()
     for (name, theirs), ours in zip(plain.named_parameters(), model.parameters(), strict=True):
