@@ -31,7 +31,6 @@ from vlaforge.kernels.masked_mse import masked_mse
 from vlaforge.kernels.native import attention as tiled
 from vlaforge.kernels.native.depthwise import depthwise, is_depthwise, takes
 from vlaforge.kernels.native.patches import convolution, may_pay, pays
-from vlaforge.kernels.native.products import has_tiles
 from vlaforge.kernels.qk_norm_rope import qk_norm_rope
 from vlaforge.kernels.rms_norm import rms_norm
 from vlaforge.kernels.rotary import rotary
@@ -155,7 +154,7 @@ def _low(context: Context) -> bool:
 def _tiles() -> bool:
     """Whether the processor has tiles (AMX) and the loops that use them could be built."""
     loops = native()
-    return loops is not None and has_tiles(loops)
+    return loops is not None and loops.has_tiles
 
 
 def cpu_table(context: Context) -> tuple[Swap, ...]:
@@ -296,5 +295,5 @@ class Fuse(Pass):
             if swap.function is product_attention:
                 # Settled here: measuring and building are nothing for a traced forward.
                 module.onednn = cpu.prefers_onednn()
-                module.tiles = _low(context) and native() is not None and tiled.has_tiles()
+                module.tiles = _low(context) and _tiles()
             setattr(module, swap.method, MethodType(swap.function, module))

@@ -317,8 +317,6 @@ static void backward(const Problem *x, int64_t problem, Shared m, Own o, int lan
 
 /* ---------------------------------------------------------------------------------------------------- entry */
 
-int vlaforge_attention_ready(void) { return tile_permission(); }
-
 /* Problems are dealt out to threads whole; where there are few, all threads work on one. */
 static void run(const Problem *x, int backwards, int threads, char *memory) {
     int64_t problems = x->batch * x->groups;
@@ -371,7 +369,6 @@ void vlaforge_attention(
 }
 
 #else
-int vlaforge_attention_ready(void) { return 0; }
 int64_t vlaforge_attention_room(const int64_t *sizes, int backwards, int threads) { return 0; }
 void vlaforge_attention(
     const int64_t *sizes, void **data, const int64_t *strides, const uint8_t *valid, const float *bias, float *lse,

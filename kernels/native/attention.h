@@ -3,9 +3,9 @@
    A tile is 16 rows of 32 values without gaps. One of a right factor holds pairs of its rows side by side, as TDPBF16PS
    reads them. */
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__linux__)
-#define HAS_TILES
 #include "tiles.h"
+
+#ifdef HAS_TILES
 
 #define LOG2E 1.4426950408889634f
 #define INLINE static inline __attribute__((always_inline))

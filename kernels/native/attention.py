@@ -49,12 +49,6 @@ _LIBRARY.define(
 )
 
 
-def has_tiles() -> bool:
-    """Whether `attention` can run: the loops are in use, were compiled for tiles, and the system grants them."""
-    native = loops()
-    return native is not None and bool(native.library.vlaforge_attention_ready())
-
-
 def serves(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor) -> bool:
     """Whether `attention` takes these: bf16, the values of a head side by side. (DaViT's channel attention has its few
     channels side by side and its width across memory: two products do that better.)"""

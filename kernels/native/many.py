@@ -29,6 +29,8 @@ class Native:
 
     def __init__(self, folder: Path):
         self.library = library = load(folder)
+        self.has_tiles = bool(library.vlaforge_has_tiles())
+        """Whether the processor has tiles (AMX), the loops were compiled for them, and the system grants them."""
         self._adamw, self._square_sums = library.vlaforge_adamw, library.vlaforge_square_sums
         self._transpose = library.vlaforge_transpose
         self._adamw.restype = self._square_sums.restype = self._transpose.restype = None

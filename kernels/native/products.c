@@ -13,11 +13,11 @@
    four tile products, which take other units of the processor. Sums run in one order whatever the number of threads. */
 
 #include <stdint.h>
+#include <stdlib.h>
 
-#if defined(__AMX_BF16__) && defined(__AVX512BW__) && defined(__linux__)
 #include "tiles.h"
 
-#include <stdlib.h>
+#ifdef HAS_TILES
 
 #define PANEL 32
 #define PARTS 3
@@ -207,7 +207,7 @@ static uint16_t *room_of(size_t bytes) {
     return kept;
 }
 
-/* Whether this process may use tiles. */
+/* Whether this code has tiles and this process may use them. */
 int vlaforge_has_tiles(void) { return tile_permission(); }
 
 /* out [rows, columns], its rows at `stride`, = left [rows, depth] x right [depth, columns] + bias [columns] or null. One

@@ -13,11 +13,6 @@ LEAST_REUSE = 64
 """Multiplications a value of the three matrices below which the library is faster: laying out in tiles must pay."""
 
 
-def has_tiles(native: Native) -> bool:
-    """Whether the processor has tiles, the loops were compiled for them, and the system grants them."""
-    return bool(native.library.vlaforge_has_tiles())
-
-
 def pays(rows: int, columns: int, depth: int) -> bool:
     """Whether [rows, depth] x [depth, columns] has enough work a value."""
     work = rows * columns * depth

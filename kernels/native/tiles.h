@@ -1,6 +1,8 @@
 /* Tiles of a CPU (AMX): 16 rows of 64 bytes, here 16 x 32 bf16 or 16 x 16 words. */
 
 #pragma once
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__linux__)
+#define HAS_TILES
 #include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
@@ -95,3 +97,4 @@ static inline void tile_turn(uint16_t *tile) {
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) _mm512_store_si512(tile + 32 * i, words[i]);
 }
+#endif

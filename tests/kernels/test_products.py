@@ -12,7 +12,7 @@ from vlaforge.kernels import cpu
 from vlaforge.kernels.native import products
 
 needs_tiles = pytest.mark.skipif(
-    native() is None or not products.has_tiles(native()), reason="needs AMX tiles and a C compiler that knows them"
+    native() is None or not native().has_tiles, reason="needs AMX tiles and a C compiler that knows them"
 )
 SHAPES = [(1, 1, 1), (33, 17, 65), (64, 64, 32), (70, 300, 1100), (600, 40, 530), (31, 129, 513), (1, 200, 300)]
 

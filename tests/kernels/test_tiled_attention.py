@@ -24,8 +24,9 @@ ERROR = 6e-3
 def loops(monkeypatch):
     if native.compiler() is None:
         pytest.skip("no C compiler")
-    monkeypatch.setattr(native, "_loops", native.Native(cache_folder() / "native"))
-    if not tiled.has_tiles():
+    built = native.Native(cache_folder() / "native")
+    monkeypatch.setattr(native, "_loops", built)
+    if not built.has_tiles:
         pytest.skip("no tiles")
 
 
