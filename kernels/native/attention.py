@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlaforge.kernels.native import loops
+from vlaforge.kernels.native import needed
 
 _LIBRARY = torch.library.Library("vlaforge_cpu", "FRAGMENT")
 _LIBRARY.define(
@@ -66,9 +66,7 @@ def _run(
     backwards: bool,
 ) -> None:
     """`tensors`: q, k, v, output, its gradient, and the gradients of q, k, v, each [B, heads, tokens, K]."""
-    native = loops()
-    if native is None:
-        raise RuntimeError("tiled attention runs on the native library, and this process has none in use")
+    native = needed()
     q, k = tensors[0], tensors[1]
     keys = None if keys is None else keys.contiguous()
     bias = None if bias is None else bias.float().contiguous()

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlaforge.kernels.native import loops
+from vlaforge.kernels.native import needed
 
 _LIBRARY = torch.library.Library("vlaforge_cpu", "FRAGMENT")
 _LIBRARY.define("depthwise(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
@@ -53,9 +53,7 @@ def _functions(library: ctypes.CDLL) -> tuple[Any, Any, Any]:
 
 
 def _call(backward: bool, x_NCHW: Tensor, *tensors: Tensor | None) -> None:
-    native = loops()
-    if native is None:
-        raise RuntimeError("The C loops of this process have not been built: call vlaforge.graphs.native.native().")
+    native = needed()
     scratch, *both = _functions(native.library)
     n, c, h, w = x_NCHW.shape
     room = torch.empty(scratch(n, h, w, c, backward))

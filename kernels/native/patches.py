@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlaforge.kernels.native import loops
+from vlaforge.kernels.native import needed
 
 _LIBRARY = torch.library.Library("vlaforge_cpu", "FRAGMENT")
 _LIBRARY.define("patches(Tensor x, int kernel, int stride, int padding) -> Tensor")
@@ -40,9 +40,7 @@ LEAST_WEIGHTS, PLACES = 2**19, 2
 
 
 def _call(name: str, sizes: Sequence[int], source: Tensor, out: Tensor, *rest: int) -> Tensor:
-    native = loops()
-    if native is None:
-        raise RuntimeError("The C loops of this process have not been built: call vlaforge.graphs.native.native().")
+    native = needed()
     addresses = (ctypes.c_void_p(x.data_ptr()) for x in (source, out))
     getattr(native.library, name)((ctypes.c_int64 * 7)(*sizes), *addresses, *rest, torch.get_num_threads())
     return out
