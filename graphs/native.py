@@ -18,7 +18,7 @@ def native() -> Native | None:
     try:
         built = Native(cache_folder() / "native")
     except (NotBuilt, OSError) as error:
-        log.warning("AdamW runs as torch's fused kernel, with more passes over memory: %s.", error)
+        log.warning("AdamW, attention and convolutions run on torch, with more passes over memory: %s.", error)
         return None
     use(built)
     return built

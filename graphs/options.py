@@ -11,11 +11,11 @@ from typing import Literal
 
 import torch
 
+from vlaforge.data.dtypes import LONG
 from vlaforge.data.errors import UserError
 from vlaforge.graphs.devices import DeviceKind, detect, device_kind
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", **{name: name for name in DTYPES}}
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class PlanOptions:
     device_kind: DeviceKind = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPE_NAMES:
+        if LONG.get(self.dtype, self.dtype) not in DTYPES:
             raise UserError(f"dtype '{self.dtype}' is not known: give one of {', '.join(DTYPES)}.")
         for name, allowed in (("compile", ("auto", "on", "off")), ("remat", ("none", "selective", "full"))):
             if getattr(self, name) not in allowed:
@@ -81,7 +81,7 @@ class PlanOptions:
         both = sorted(set(self.with_) & set(self.without))
         if both:
             raise UserError(f"Pass '{both[0]}' is both in --with and in --without: leave it out of one of them.")
-        object.__setattr__(self, "dtype", DTYPE_NAMES[self.dtype])
+        object.__setattr__(self, "dtype", LONG.get(self.dtype, self.dtype))
         kind = detect() if self.device == "auto" else device_kind(self.device)
         object.__setattr__(self, "device_kind", kind)
 

@@ -47,6 +47,13 @@ def pack_parameters(parameters: Sequence[nn.Parameter]) -> nn.Parameter:
     return packed
 
 
+def last_rows(linear: nn.Linear, last: int) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of the `last` outputs; 0: of all."""
+    if not last:
+        return linear.weight, linear.bias
+    return linear.weight[-last:], None if linear.bias is None else linear.bias[-last:]
+
+
 def install(holder: nn.Module, packed: str, members: Sequence[tuple[str, int]]) -> None:
     """Has `holder`'s state dict show the parameter `packed` (a path below `holder`) as its members.
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from vlaforge.data.dtypes import SHORT
+
 if TYPE_CHECKING:
     from vlaforge.graphs.plan import Plan
-
-SHORT_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def count_text(count: int) -> str:
@@ -26,7 +26,7 @@ def headline(plan: Plan) -> str:
     parts = [
         plan.family,
         f"{count_text(plan.parameters)} parameters",
-        SHORT_DTYPE[options.dtype],
+        SHORT[options.dtype],
         f"{options.world} × {options.device_kind.label}",
         batch,
     ]

@@ -10,6 +10,10 @@ nine tenths of what the vector units can do. One thread of a Xeon of 2023, GFLOP
 142, 155, 143; from memory rather than cache 187, 185, 154 against 125, 147, 139. X-VLA's mid-size step: 1628 ms instead
 of 1806. A neighbour on the same core slows tiles more (to a third) than vectors. In bf16 oneDNN uses tiles itself.
 
+In bf16, torch gives products to oneDNN where the CPU has AVX-512 or better, and elsewhere to loops of its own: 1 to 20
+GFLOP/s on an AMD EPYC of 2021 (AVX2), where fp32 products reach 90. There they are widened: fp32 products of bf16
+values, rounded once, which is what bf16 instructions compute, too.
+
 Weight gradients in bf16 on a CPU with AMX: oneDNN reads the transposed factor of gradᵀ · x half as fast as one that
 lies as it is read, so it is transposed before, by `many.c`. One thread of a Xeon of 2023, ms: 552 rows, 1024 to 4096
 columns 9.1 and 4.7; 1024 rows, 1152 to 4304 columns 17.0 and 10.8; nothing gained with thousands of rows.
@@ -28,6 +32,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -36,16 +41,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vlaforge.kernels.native import loops, products
-
-_LIBRARY = torch.library.Library("vlaforge_cpu", "DEF")
-_LIBRARY.define("gemm_nt(Tensor a, Tensor b) -> Tensor")
-_LIBRARY.define("tile_product(Tensor a, Tensor b, Tensor? bias) -> Tensor")
-_LIBRARY.define("weight_gradient(Tensor grad, Tensor x) -> Tensor")
-_LIBRARY.define("attention(Tensor q, Tensor k, Tensor v, Tensor? keys, float scale, bool onednn) -> (Tensor, Tensor)")
-_LIBRARY.define(
-    "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor p, float scale, bool onednn)"
-    " -> (Tensor, Tensor, Tensor)"
-)
+from vlaforge.kernels.native.calls import op
 
 
 def _onednn(a: Tensor, b: Tensor) -> Tensor:
@@ -59,13 +55,7 @@ def _onednn(a: Tensor, b: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------------- products
 
 
-def _gemm_meta(a: Tensor, b: Tensor) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]))
-
-
-_LIBRARY.impl("gemm_nt", _onednn, "CPU")
-_LIBRARY.impl("gemm_nt", _gemm_meta, "Meta")
-_gemm = torch.ops.vlaforge_cpu.gemm_nt.default
+_gemm = op("gemm_nt(Tensor a, Tensor b) -> Tensor", _onednn, lambda a, b: a.new_empty((a.shape[0], b.shape[0])))
 
 
 class _GemmNT(torch.autograd.Function):
@@ -99,8 +89,11 @@ def _weight_gradient_cpu(grad_MN: Tensor, x_MK: Tensor) -> Tensor:
     return native.transposed(grad_MN.contiguous()) @ x_MK
 
 
-_LIBRARY.impl("weight_gradient", _weight_gradient_cpu, "CPU")
-_LIBRARY.impl("weight_gradient", lambda grad, x: x.new_empty((grad.shape[1], x.shape[1])), "Meta")
+_weight_gradient = op(
+    "weight_gradient(Tensor grad, Tensor x) -> Tensor",
+    _weight_gradient_cpu,
+    lambda grad, x: x.new_empty((grad.shape[1], x.shape[1])),
+)
 
 
 def _tile_product_cpu(a_MK: Tensor, b_KN: Tensor, bias_N: Tensor | None) -> Tensor:
@@ -110,9 +103,11 @@ def _tile_product_cpu(a_MK: Tensor, b_KN: Tensor, bias_N: Tensor | None) -> Tens
     return a_MK @ b_KN if bias_N is None else torch.addmm(bias_N, a_MK, b_KN)
 
 
-_LIBRARY.impl("tile_product", _tile_product_cpu, "CPU")
-_LIBRARY.impl("tile_product", lambda a, b, bias: a.new_empty((a.shape[0], b.shape[1])), "Meta")
-_tile_product = torch.ops.vlaforge_cpu.tile_product.default
+_tile_product = op(
+    "tile_product(Tensor a, Tensor b, Tensor? bias) -> Tensor",
+    _tile_product_cpu,
+    lambda a, b, bias: a.new_empty((a.shape[0], b.shape[1])),
+)
 PRODUCTS = (_gemm, _tile_product)
 """The ops of linear layers, for policies that keep their outputs (recompute)."""
 
@@ -139,22 +134,61 @@ class _Tiled(torch.autograd.Function):
         if need_weight and wide:
             dweight = _tile_product(grad_MN.t(), x_MK, None)
         elif need_weight:
-            dweight = torch.ops.vlaforge_cpu.weight_gradient(grad_MN, x_MK)
+            dweight = _weight_gradient(grad_MN, x_MK)
         return dx, dweight, grad_MN.sum(0) if need_bias else None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool, tiles: bool) -> Tensor:
-    """`F.linear` of fp32 and bf16 on tiles (if `tiles`), or with fp32 products done by `gemm_nt` (if `onednn`).
-    Elsewhere than on a CPU as torch does it."""
-    if x.dtype != weight.dtype or x.device.type not in ("cpu", "meta"):
-        return F.linear(x, weight, bias)
-    rows = x.reshape(-1, x.shape[-1])
-    if tiles and x.dtype in (torch.float32, torch.bfloat16):
-        return _Tiled.apply(rows, weight, bias).unflatten(0, x.shape[:-1])
-    if not (onednn and x.dtype == torch.float32):
-        return F.linear(x, weight, bias)
-    y = gemm_nt(rows, weight).unflatten(0, x.shape[:-1])
-    return y if bias is None else y + bias
+class _Widened(torch.autograd.Function):
+    """`F.linear` of x [M, K] in bf16 by fp32 products; bf16 is what is kept for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x_MK, weight_NK)
+        bias_N = None if bias_N is None else bias_N.float()
+        return F.linear(x_MK.float(), weight_NK.float(), bias_N).to(x_MK.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, ...]:
+        x_MK, weight_NK = ctx.saved_tensors
+        low, grad_MN = grad_MN.dtype, grad_MN.float()
+        need_x, need_weight, need_bias = ctx.needs_input_grad
+        return (
+            (grad_MN @ weight_NK.float()).to(low) if need_x else None,
+            (grad_MN.t() @ x_MK.float()).to(low) if need_weight else None,
+            grad_MN.sum(0).to(low) if need_bias else None,
+        )
+
+
+@dataclass(frozen=True)
+class Products:
+    """What multiplies on a CPU.
+
+    Args:
+        onednn: fp32 products by `gemm_nt`. tiles: those of fp32 and bf16 on tiles. widened: those of bf16 in fp32.
+    """
+
+    onednn: bool = False
+    tiles: bool = False
+    widened: bool = False
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`F.linear`; elsewhere than on a CPU, and in other dtypes than fp32 and bf16, as torch does it."""
+        if x.dtype != weight.dtype or x.device.type not in ("cpu", "meta"):
+            return F.linear(x, weight, bias)
+        rows = x.reshape(-1, x.shape[-1])
+        if self.tiles and x.dtype in (torch.float32, torch.bfloat16):
+            return _Tiled.apply(rows, weight, bias).unflatten(0, x.shape[:-1])
+        if self.widened and x.dtype == torch.bfloat16:
+            return _Widened.apply(rows, weight, bias).unflatten(0, x.shape[:-1])
+        if not (self.onednn and x.dtype == torch.float32):
+            return F.linear(x, weight, bias)
+        y = gemm_nt(rows, weight).unflatten(0, x.shape[:-1])
+        return y if bias is None else y + bias
+
+
+def widens() -> bool:
+    """Whether bf16 products are best done in fp32 here: torch would not give them to oneDNN."""
+    return not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 # ---------------------------------------------------------------------------------------------------- attention
@@ -222,13 +256,18 @@ def _attention_backward_meta(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-_LIBRARY.impl("attention", _attention_cpu, "CPU")
-_LIBRARY.impl("attention", _attention_meta, "Meta")
-_LIBRARY.impl("attention_backward", _attention_backward_cpu, "CPU")
-_LIBRARY.impl("attention_backward", _attention_backward_meta, "Meta")
-ATTENTION = torch.ops.vlaforge_cpu.attention.default
+ATTENTION = op(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? keys, float scale, bool onednn) -> (Tensor, Tensor)",
+    _attention_cpu,
+    _attention_meta,
+)
 """The op itself, for policies that keep its outputs (recompute)."""
-_attention_backward = torch.ops.vlaforge_cpu.attention_backward.default
+_attention_backward = op(
+    "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor p, float scale, bool onednn)"
+    " -> (Tensor, Tensor, Tensor)",
+    _attention_backward_cpu,
+    _attention_backward_meta,
+)
 
 
 class _Attention(torch.autograd.Function):

@@ -14,6 +14,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from typing import Any, get_type_hints
 
+from vlaforge.data.dtypes import OTHER
 from vlaforge.data.errors import UserError, nearest, unknown
 from vlaforge.data.ranges import fault, in_words
 from vlaforge.runtime.values import describe, parse_text
@@ -122,9 +123,14 @@ def _flag(item: Field, annotation: Any) -> Flag:
 
 
 def check_values(instance: Any) -> None:
-    """Checks every field of a dataclass of flags; raises UserError with one sentence on the first fault."""
+    """Checks every field of a dataclass of flags; raises UserError with one sentence on the first fault. A dtype by the
+    other of its two names is brought to the one among the choices."""
     for entry in flags_of(type(instance)):
-        entry.check(getattr(instance, entry.field))
+        value = getattr(instance, entry.field)
+        if isinstance(value, str) and value not in entry.meta["choices"] and OTHER.get(value) in entry.meta["choices"]:
+            value = OTHER[value]
+            object.__setattr__(instance, entry.field, value)
+        entry.check(value)
 
 
 # ---------------------------------------------------------------------------------------------------- parsing

@@ -15,10 +15,10 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlaforge.data.errors import UserError, unknown
+from vlaforge.models.blocks.linear import Multiplying
 from vlaforge.runtime.params import canonical, module_names, parameter_names
 
 INITS = ("true", "false", "gaussian")
@@ -52,11 +52,12 @@ class LoraConfig:
 # ---------------------------------------------------------------------------------------- modules
 
 
-class LoraLinear(nn.Linear):
+class LoraLinear(Multiplying, nn.Linear):
     """A linear with an adapter."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias) + self.lora_scale * self.lora_B(self.lora_A(self.lora_dropout(x)))
+        added = self.lora_B(self.lora_A(self.lora_dropout(x)))
+        return self.product(x, self.weight, self.bias) + self.lora_scale * added
 
     def delta(self) -> Tensor:
         """What the adapter adds to the weight, fp32."""

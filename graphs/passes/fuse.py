@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -19,9 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from vlaforge.graphs.native import native
+from vlaforge.graphs.packing import last_rows
 from vlaforge.graphs.passes.base import Context, Decision, Pass, Site, claim
 from vlaforge.kernels import cpu
 from vlaforge.kernels.ada_norm import ada_norm
+from vlaforge.kernels.cpu import Products
 from vlaforge.kernels.flow_mix import flow_mix
 from vlaforge.kernels.gated_residual import gated_residual
 from vlaforge.kernels.gelu import gelu
@@ -34,15 +35,16 @@ from vlaforge.kernels.native.patches import convolution, may_pay, pays
 from vlaforge.kernels.qk_norm_rope import qk_norm_rope
 from vlaforge.kernels.rms_norm import rms_norm
 from vlaforge.kernels.rotary import rotary
+from vlaforge.models.action.embodiment import EmbodimentLinear
 from vlaforge.models.action.flow import FlowMix, MaskedSquares
 from vlaforge.models.blocks.attention import Attention, Mask
 from vlaforge.models.blocks.image import NormalizeImages, PrepareImages
+from vlaforge.models.blocks.linear import Multiplying
 from vlaforge.models.blocks.mlp import MLP, GatedActivation
 from vlaforge.models.blocks.modulation import GatedAdd, ModulatedLayerNorm
 from vlaforge.models.blocks.norms import AdaRMSNorm, RMSNorm
 from vlaforge.models.blocks.rotary import HeadNormRotary, Rotary
-from vlaforge.models.towers.florence2 import ConvEmbed
-from vlaforge.models.towers.siglip import PatchEmbed
+from vlaforge.models.towers.florence2 import ConvEmbed, DropoutAttention
 from vlaforge.models.video.rope import QKNormRotary
 
 
@@ -51,7 +53,7 @@ class Swap:
     """One line of the table.
 
     Args:
-        block: exact class of the modules it serves.
+        block: class of the modules it serves, and of those that inherit the method from it.
         what: its name in the plan.
         method: which method is replaced.
         function: called as ``function(module, ...)`` in the method's place.
@@ -64,6 +66,10 @@ class Swap:
     function: Callable[..., Any]
     fits: Callable[[nn.Module, Context], bool]
 
+    def serves(self, module: nn.Module) -> bool:
+        own = getattr(type(module), self.method, None)
+        return isinstance(module, self.block) and own is getattr(self.block, self.method)
+
 
 # ---------------------------------------------------------------------------------------------------- CPU
 
@@ -72,32 +78,39 @@ FEW_PAIRS = 180**2
 """Pairs (query, key) of a head below which SDPA is faster in fp32, as measured: windows, short texts, channels."""
 
 
-def linear_by(onednn: bool, tiles: bool) -> Callable[..., Tensor]:
-    def fast_linear(self: nn.Linear, x: Tensor) -> Tensor:
-        return cpu.linear(x, self.weight, self.bias, onednn, tiles)
+def linear_by(products: Products) -> Callable[..., Tensor]:
+    def fast_linear(self: nn.Linear, x: Tensor, last: int = 0) -> Tensor:
+        return products.linear(x, *last_rows(self, last))
 
     return fast_linear
 
 
-def patches_by(onednn: bool, tiles: bool) -> Callable[..., Tensor]:
-    def fast_patches(self: PatchEmbed, images_N3SS: Tensor) -> Tensor:
-        return cpu.linear(self.patches(images_N3SS), self.weight.flatten(1), self.bias, onednn, tiles)
+def product_by(products: Products) -> Callable[..., Tensor]:
+    def product(self: Multiplying, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return products.linear(x, weight, bias)
 
-    return fast_patches
+    return product
 
 
-def product_attention(
-    self: Attention, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Mask | None = None
-) -> Tensor:
-    mask, scale = mask or Mask(), q_BHTK.shape[-1] ** -0.5
-    if self.tiles and mask.segments_BT is None and tiled.serves(q_BHTK, k_BGSK, v_BGSK):
-        return tiled.attention(q_BHTK, k_BGSK, v_BGSK, mask.keys_BS, mask.bias_S, scale, mask.is_causal)
-    if mask.is_causal or mask.segments_BT is not None or mask.bias_S is not None:
-        return type(self).forward(self, q_BHTK, k_BGSK, v_BGSK, mask)
-    pairs = q_BHTK.shape[1] // k_BGSK.shape[1] * q_BHTK.shape[2] * k_BGSK.shape[2]
-    if q_BHTK.dtype == torch.float32 and pairs < FEW_PAIRS:
-        return type(self).forward(self, q_BHTK, k_BGSK, v_BGSK, mask)
-    return cpu.attention(q_BHTK, k_BGSK, v_BGSK, mask.keys_BS, scale, self.onednn)
+def attention_by(products: Products) -> Callable[..., Tensor]:
+    def fast_attention(
+        self: Attention, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Mask | None = None
+    ) -> Tensor:
+        mask, scale = mask or Mask(), q_BHTK.shape[-1] ** -0.5
+        low = q_BHTK.dtype == torch.bfloat16
+        if low and products.widened:
+            wide = (x.float() for x in (q_BHTK, k_BGSK, v_BGSK))
+            return fast_attention(self, *wide, mask).to(q_BHTK.dtype)
+        if products.tiles and low and mask.segments_BT is None and tiled.serves(q_BHTK, k_BGSK, v_BGSK):
+            return tiled.attention(q_BHTK, k_BGSK, v_BGSK, mask.keys_BS, mask.bias_S, scale, mask.is_causal)
+        if mask.is_causal or mask.segments_BT is not None or mask.bias_S is not None:
+            return type(self).forward(self, q_BHTK, k_BGSK, v_BGSK, mask)
+        pairs = q_BHTK.shape[1] // k_BGSK.shape[1] * q_BHTK.shape[2] * k_BGSK.shape[2]
+        if not low and pairs < FEW_PAIRS:
+            return type(self).forward(self, q_BHTK, k_BGSK, v_BGSK, mask)
+        return cpu.attention(q_BHTK, k_BGSK, v_BGSK, mask.keys_BS, scale, products.onednn)
+
+    return fast_attention
 
 
 def depthwise_conv(self: nn.Conv2d, x_NCHW: Tensor) -> Tensor:
@@ -106,13 +119,26 @@ def depthwise_conv(self: nn.Conv2d, x_NCHW: Tensor) -> Tensor:
     return depthwise(x_NCHW, self.weight, self.bias)
 
 
-def convolve_by(onednn: bool, tiles: bool) -> Callable[..., Tensor]:
+def convolve_by(products: Products) -> Callable[..., Tensor]:
     def fast_convolve(self: ConvEmbed, x_NhwC: Tensor) -> Tensor:
         if not pays(self.conv, x_NhwC):
             return type(self).convolve(self, x_NhwC)
-        return convolution(self.conv, x_NhwC, partial(cpu.linear, onednn=onednn, tiles=tiles))
+        return convolution(self.conv, x_NhwC, products)
 
     return fast_convolve
+
+
+def widened(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The method with bf16 widened on the way in, and the result rounded: for what multiplies its arguments alone."""
+
+    def wide(self: nn.Module, *args: Any) -> Tensor:
+        low = any(isinstance(x, Tensor) and x.dtype == torch.bfloat16 for x in args)
+        if not low:
+            return method(self, *args)
+        floats = (x.float() if isinstance(x, Tensor) and x.dtype == torch.bfloat16 else x for x in args)
+        return method(self, *floats).to(torch.bfloat16)
+
+    return wide
 
 
 GELUS = {"none": False, "gelu": False, "tanh": True, "gelu_tanh": True}
@@ -159,13 +185,20 @@ def _tiles() -> bool:
 
 def cpu_table(context: Context) -> tuple[Swap, ...]:
     """In bf16 oneDNN serves what `keep_fp32` holds back: the weights that a call finds decide."""
-    onednn, tiles = cpu.prefers_onednn(), _tiles()
+    # Settled here: measuring and building are nothing for a traced forward.
+    products = Products(cpu.prefers_onednn(), _tiles(), _low(context) and cpu.widens())
+    low = products.widened
+    better = low or products.onednn or products.tiles
     return (
-        Swap(nn.Linear, "linear", "forward", linear_by(onednn, tiles), lambda *_: onednn or tiles),
-        Swap(PatchEmbed, "patches", "forward", patches_by(onednn, tiles), lambda *_: onednn or tiles),
-        Swap(Attention, "attention", "forward", product_attention, lambda *_: onednn or _low(context)),
+        Swap(nn.Linear, "linear", "forward", linear_by(products), lambda *_: better),
+        Swap(Multiplying, "linear", "product", product_by(products), lambda *_: better),
+        Swap(Attention, "attention", "forward", attention_by(products), lambda *_: products.onednn or _low(context)),
         Swap(nn.Conv2d, "depthwise", "forward", depthwise_conv, _native_depthwise),
-        Swap(ConvEmbed, "convolution", "convolve", convolve_by(onednn, tiles), _native_convolution),
+        Swap(nn.Conv2d, "wide convolution", "_conv_forward", widened(nn.Conv2d._conv_forward), lambda *_: low),
+        Swap(nn.Conv3d, "wide convolution", "_conv_forward", widened(nn.Conv3d._conv_forward), lambda *_: low),
+        Swap(ConvEmbed, "convolution", "convolve", convolve_by(products), _native_convolution),
+        Swap(EmbodimentLinear, "embodiment", "multiply", widened(EmbodimentLinear.multiply), lambda *_: low),
+        Swap(DropoutAttention, "attention", "forward", widened(DropoutAttention.forward), lambda *_: low),
         Swap(GatedActivation, "glu", "forward", fast_glu, _compiled_gelu),
         Swap(MLP, "gelu", "forward", fast_mlp, _compiled_gelu),
         Swap(nn.GELU, "gelu", "forward", fast_gelu, _compiled_gelu),
@@ -279,21 +312,17 @@ class Fuse(Pass):
         return Decision(False, "on this CPU the default products are the fastest; the rest is left to compile_blocks")
 
     def sites(self, model: nn.Module, context: Context) -> list[Site]:
-        swaps = {swap.block: swap for swap in table(context)}
+        swaps = table(context)
         found = []
         for name, module in model.named_modules():
-            swap = swaps.get(type(module))
-            if swap is not None and swap.fits(module, context):
+            swap = next((s for s in swaps if s.serves(module) and s.fits(module, context)), None)
+            if swap is not None:
                 found.append(Site(name, swap.what, (claim(swap.method, name),)))
         return found
 
     def apply(self, target: nn.Module, sites: Sequence[Site], context: Context) -> None:
-        swaps = {swap.block: swap for swap in table(context)}
+        swaps = table(context)
         for site in sites:
             module = target.get_submodule(site.path)
-            swap = swaps[type(module)]
-            if swap.function is product_attention:
-                # Settled here: measuring and building are nothing for a traced forward.
-                module.onednn = cpu.prefers_onednn()
-                module.tiles = _low(context) and _tiles()
+            swap = next(s for s in swaps if s.what == site.what and s.serves(module))
             setattr(module, swap.method, MethodType(swap.function, module))

@@ -14,10 +14,18 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlaforge.graphs.packing import install, pack_parameters
+from vlaforge.graphs.packing import install, last_rows, pack_parameters
 from vlaforge.graphs.passes.base import Context, Decision, Pass, Site, claim
 from vlaforge.models.blocks.attention import QKV
 from vlaforge.models.blocks.mlp import GatedMLP
+
+
+class PackedLinear(nn.Linear):
+    """Several linears of one input."""
+
+    def forward(self, x: Tensor, last: int = 0) -> Tensor:
+        """All outputs, or the `last` ones alone."""
+        return F.linear(x, *last_rows(self, last))
 
 
 def qkv_forward(self: QKV, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -30,9 +38,8 @@ def qkv_forward(self: QKV, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def qkv_keys(self: QKV, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
     """`QKV.keys` with one product of the lower rows."""
-    rows = self.k_rows + self.v_rows
-    bias = None if self.packed.bias is None else self.packed.bias[-rows:]
-    k, v = F.linear(x_BTD, self.packed.weight[-rows:], bias).split((self.k_rows, self.v_rows), dim=-1)
+    both = self.packed(x_BTD, self.k_rows + self.v_rows)
+    k, v = both.split((self.k_rows, self.v_rows), dim=-1)
     return self.heads(k), self.heads(v)
 
 
@@ -108,7 +115,7 @@ def pack_module(module: nn.Module) -> None:
     members = [getattr(module, name) for name in packing.members]
     first = members[0]
     rows = [member.out_features for member in members]
-    linear = nn.Linear(first.in_features, sum(rows), bias=False, device="meta")
+    linear = PackedLinear(first.in_features, sum(rows), bias=False, device="meta")
     linear.weight = pack_parameters([member.weight for member in members])
     if first.bias is not None:
         linear.bias = pack_parameters([member.bias for member in members])

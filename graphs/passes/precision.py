@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vlaforge.data.dtypes import SHORT
 from vlaforge.graphs.passes.base import Context, Decision, Pass, Site, claim
-from vlaforge.graphs.render import SHORT_DTYPE
 
 CASTING = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.Bilinear)
 """Leaf modules that demand the dtype of their weight; their floating inputs are cast to it."""
@@ -49,7 +49,7 @@ class Precision(Pass):
         options = context.options
         if options.dtype == "float32":
             return Decision(False, "fp32 was asked for (--dtype bf16 computes in bf16)")
-        short = SHORT_DTYPE[options.dtype]
+        short = SHORT[options.dtype]
         reason = f"{short} compute, " + ("fp32 masters" if options.fp32_masters else f"{short} weights without masters")
         if options.sharded:
             reason = f"{short} compute, fp32 shards are the masters"
@@ -58,7 +58,7 @@ class Precision(Pass):
         if held:
             reason += f"; fp32 in {held} modules"
         if not options.device_kind.cuda and not _cpu_bf16():
-            reason += "; this CPU has no bf16 instructions, so it will be slower than fp32"
+            reason += "; this CPU has no bf16 instructions, so it will be no faster than fp32"
         return Decision(True, reason)
 
     def sites(self, model: nn.Module, context: Context) -> list[Site]:

@@ -30,23 +30,13 @@ Axes: B samples, H query heads, G key heads, T queries, S keys, K head width.
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vlaforge.kernels.native import needed
-
-_LIBRARY = torch.library.Library("vlaforge_cpu", "FRAGMENT")
-_LIBRARY.define(
-    "tiled_attention(Tensor q, Tensor k, Tensor v, Tensor? keys, Tensor? bias, float scale, bool causal)"
-    " -> (Tensor, Tensor)"
-)
-_LIBRARY.define(
-    "tiled_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor? keys, Tensor? bias,"
-    " float scale, bool causal) -> (Tensor, Tensor, Tensor)"
-)
+from vlaforge.kernels.native.calls import call, op, threads
 
 
 def serves(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor) -> bool:
@@ -66,7 +56,7 @@ def _run(
     backwards: bool,
 ) -> None:
     """`tensors`: q, k, v, output, its gradient, and the gradients of q, k, v, each [B, heads, tokens, K]."""
-    native = needed()
+    library = needed().library
     q, k = tensors[0], tensors[1]
     keys = None if keys is None else keys.contiguous()
     bias = None if bias is None else bias.float().contiguous()
@@ -75,28 +65,11 @@ def _run(
             if out is not None:
                 out.zero_()
         return
-    sizes = (ctypes.c_int64 * 7)(*q.shape[:2], k.shape[1], q.shape[2], *k.shape[2:], causal)
+    sizes = (*q.shape[:2], k.shape[1], q.shape[2], *k.shape[2:], int(causal))
     strides = [n for x in tensors for n in ((0, 0, 0) if x is None else x.stride()[:3])]
-    threads = torch.get_num_threads()
-    room = native.library.vlaforge_attention_room
-    room.restype = ctypes.c_int64
-    memory = torch.empty(room(sizes, backwards, threads), dtype=torch.uint8)
-    run = native.library.vlaforge_attention
-    run.restype = None
-    run(
-        sizes,
-        (ctypes.c_void_p * 8)(*map(_address, tensors)),
-        (ctypes.c_int64 * 24)(*strides),
-        *(ctypes.c_void_p(_address(x)) for x in (keys, bias, lse)),
-        ctypes.c_double(scale),
-        int(backwards),
-        threads,
-        ctypes.c_void_p(memory.data_ptr()),
-    )
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+    memory = torch.empty(call(library.vlaforge_attention_room, sizes, backwards, threads()), dtype=torch.uint8)
+    given = (sizes, tensors, strides, keys, bias, lse, float(scale), backwards, threads(), memory)
+    call(library.vlaforge_attention, *given)
 
 
 def _side_by_side(x: Tensor) -> Tensor:
@@ -141,13 +114,19 @@ def _backward_cpu(
     return grads
 
 
-_LIBRARY.impl("tiled_attention", _forward_cpu, "CPU")
-_LIBRARY.impl("tiled_attention", _forward_meta, "Meta")
-_LIBRARY.impl("tiled_attention_backward", _backward_cpu, "CPU")
-_LIBRARY.impl("tiled_attention_backward", _backward_meta, "Meta")
-ATTENTION = torch.ops.vlaforge_cpu.tiled_attention.default
+ATTENTION = op(
+    "tiled_attention(Tensor q, Tensor k, Tensor v, Tensor? keys, Tensor? bias, float scale, bool causal)"
+    " -> (Tensor, Tensor)",
+    _forward_cpu,
+    _forward_meta,
+)
 """The op itself, for policies that keep its outputs (recompute)."""
-_backward = torch.ops.vlaforge_cpu.tiled_attention_backward.default
+_backward = op(
+    "tiled_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor? keys, Tensor? bias,"
+    " float scale, bool causal) -> (Tensor, Tensor, Tensor)",
+    _backward_cpu,
+    _backward_meta,
+)
 
 
 class _Attention(torch.autograd.Function):

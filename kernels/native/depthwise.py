@@ -26,39 +26,21 @@ With AVX2 alone fp32 takes 0.3 to 1.1 of torch's time, and bf16 a fiftieth: torc
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vlaforge.kernels.native import needed
-
-_LIBRARY = torch.library.Library("vlaforge_cpu", "FRAGMENT")
-_LIBRARY.define("depthwise(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-_LIBRARY.define("depthwise_backward(Tensor grad, Tensor x, Tensor weight) -> (Tensor, Tensor, Tensor)")
-_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
+from vlaforge.kernels.native.calls import call, op, threads
 
 
-@cache
-def _functions(library: ctypes.CDLL) -> tuple[Any, Any, Any]:
-    """Floats of scratch that a call needs; forward; backward."""
-    scratch, forward = library.vlaforge_depthwise_scratch, library.vlaforge_depthwise
-    backward = library.vlaforge_depthwise_backward
-    scratch.restype, scratch.argtypes = _SIZE, [_SIZE] * 4 + [ctypes.c_int]
-    for function, tensors in ((forward, 5), (backward, 7)):
-        function.restype, function.argtypes = None, [_SIZE] * 4 + [_POINTER] * tensors + [ctypes.c_int] * 2
-    return scratch, forward, backward
-
-
-def _call(backward: bool, x_NCHW: Tensor, *tensors: Tensor | None) -> None:
-    native = needed()
-    scratch, *both = _functions(native.library)
+def _run(backward: bool, x_NCHW: Tensor, *tensors: Tensor | None) -> None:
+    library = needed().library
     n, c, h, w = x_NCHW.shape
-    room = torch.empty(scratch(n, h, w, c, backward))
-    addresses = (None if x is None else x.data_ptr() for x in (*tensors, room))
-    both[backward](n, h, w, c, *addresses, x_NCHW.dtype == torch.bfloat16, torch.get_num_threads())
+    room = torch.empty(call(library.vlaforge_depthwise_scratch, n, h, w, c, backward))
+    function = library.vlaforge_depthwise_backward if backward else library.vlaforge_depthwise
+    call(function, n, h, w, c, *tensors, room, x_NCHW.dtype == torch.bfloat16, threads())
 
 
 def _last(x_NCHW: Tensor) -> Tensor:
@@ -71,7 +53,7 @@ def _forward_meta(x_NCHW: Tensor, weight_C133: Tensor, bias_C: Tensor | None) ->
 
 def _forward_cpu(x_NCHW: Tensor, weight_C133: Tensor, bias_C: Tensor | None) -> Tensor:
     x_NCHW, y_NCHW = _last(x_NCHW), _forward_meta(x_NCHW, weight_C133, bias_C)
-    _call(False, x_NCHW, x_NCHW, weight_C133.contiguous(), None if bias_C is None else bias_C.contiguous(), y_NCHW)
+    _run(False, x_NCHW, x_NCHW, weight_C133.contiguous(), None if bias_C is None else bias_C.contiguous(), y_NCHW)
     return y_NCHW
 
 
@@ -82,16 +64,16 @@ def _backward_meta(grad_NCHW: Tensor, x_NCHW: Tensor, weight_C133: Tensor) -> tu
 
 def _backward_cpu(grad_NCHW: Tensor, x_NCHW: Tensor, weight_C133: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     out = _backward_meta(grad_NCHW, x_NCHW, weight_C133)
-    _call(True, x_NCHW, _last(grad_NCHW), _last(x_NCHW), weight_C133.contiguous(), *out)
+    _run(True, x_NCHW, _last(grad_NCHW), _last(x_NCHW), weight_C133.contiguous(), *out)
     return out
 
 
-_LIBRARY.impl("depthwise", _forward_cpu, "CPU")
-_LIBRARY.impl("depthwise", _forward_meta, "Meta")
-_LIBRARY.impl("depthwise_backward", _backward_cpu, "CPU")
-_LIBRARY.impl("depthwise_backward", _backward_meta, "Meta")
-_forward = torch.ops.vlaforge_cpu.depthwise.default
-_backward = torch.ops.vlaforge_cpu.depthwise_backward.default
+_forward = op("depthwise(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _forward_cpu, _forward_meta)
+_backward = op(
+    "depthwise_backward(Tensor grad, Tensor x, Tensor weight) -> (Tensor, Tensor, Tensor)",
+    _backward_cpu,
+    _backward_meta,
+)
 
 
 class _Depthwise(torch.autograd.Function):

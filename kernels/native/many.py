@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vlaforge.kernels.native.build import CHUNK, load
+from vlaforge.kernels.native.calls import call, threads
 
 
 class Native:
@@ -31,9 +32,8 @@ class Native:
         self.library = library = load(folder)
         self.has_tiles = bool(library.vlaforge_has_tiles())
         """Whether the processor has tiles (AMX), the loops were compiled for them, and the system grants them."""
-        self._adamw, self._square_sums = library.vlaforge_adamw, library.vlaforge_square_sums
-        self._transpose = library.vlaforge_transpose
-        self._adamw.restype = self._square_sums.restype = self._transpose.restype = None
+        for size in (library.vlaforge_attention_room, library.vlaforge_depthwise_scratch):
+            size.restype = ctypes.c_int64
 
     def adamw(
         self,
@@ -57,44 +57,25 @@ class Native:
         """`kernels.adamw.reference` in place. Weights, moments and averages are fp32, gradients fp32 or bf16, params
         bf16; `params` and `ema` may be empty. The i-th tensors all have one layout (`fits`). The 0-dim tensors (fp64,
         fp32, fp32, bool) are read by the loop itself, not by the host, as a captured step would."""
-        absent = (ctypes.c_void_p * len(weights))()
+        absent = [None] * len(weights)
+        lists = (weights, grads, _low(grads), exp_avgs, exp_avg_sqs, params or absent, ema or absent)
         fixed = (ctypes.c_double * 5)(beta1, beta2, eps, weight_decay, ema_decay)
-        self._adamw(
-            ctypes.c_int64(len(weights)),
-            _sizes(weights),
-            _addresses(weights),
-            _addresses(grads),
-            _low(grads),
-            _addresses(exp_avgs),
-            _addresses(exp_avg_sqs),
-            _addresses(params) if params else absent,
-            _addresses(ema) if ema else absent,
-            *(ctypes.c_void_p(number.data_ptr()) for number in (lr, step, scale, ok)),
-            fixed,
-            torch.get_num_threads(),
-        )
+        sizes = [weight.numel() for weight in weights]
+        call(self.library.vlaforge_adamw, len(weights), sizes, *lists, lr, step, scale, ok, fixed, threads())
 
     def square_sums(self, tensors: Sequence[Tensor]) -> Tensor:
         """Σ x² of each dense fp32 or bf16 tensor: fp32 [n]. Sums run in fp32, those of chunks in fp64."""
         out = torch.empty(len(tensors), dtype=torch.float32)
         partial = torch.empty(sum(-(-x.numel() // CHUNK) for x in tensors), dtype=torch.float32)
-        self._square_sums(
-            ctypes.c_int64(len(tensors)),
-            _sizes(tensors),
-            _addresses(tensors),
-            _low(tensors),
-            ctypes.c_void_p(out.data_ptr()),
-            ctypes.c_void_p(partial.data_ptr()),
-            torch.get_num_threads(),
-        )
+        sizes = [x.numel() for x in tensors]
+        given = (len(tensors), sizes, tensors, _low(tensors), out, partial, threads())
+        call(self.library.vlaforge_square_sums, *given)
         return out
 
     def transposed(self, x_MN: Tensor) -> Tensor:
         """[N, M] without gaps, of a bf16 [M, N] without gaps: three to eight times as fast as torch's copy."""
         out_NM = x_MN.new_empty(x_MN.shape[::-1])
-        rows, columns = map(ctypes.c_int64, x_MN.shape)
-        addresses = (ctypes.c_void_p(x.data_ptr()) for x in (x_MN, out_NM))
-        self._transpose(rows, columns, *addresses, torch.get_num_threads())
+        call(self.library.vlaforge_transpose, *x_MN.shape, x_MN, out_NM, threads())
         return out_NM
 
 
@@ -122,14 +103,6 @@ def _dense(tensor: Tensor) -> bool:
             return False
         filled *= size
     return True
-
-
-def _sizes(tensors: Sequence[Tensor]) -> ctypes.Array:
-    return (ctypes.c_int64 * len(tensors))(*(tensor.numel() for tensor in tensors))
-
-
-def _addresses(tensors: Sequence[Tensor]) -> ctypes.Array:
-    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
 
 
 def _low(tensors: Sequence[Tensor]) -> ctypes.Array:

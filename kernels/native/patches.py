@@ -21,29 +21,19 @@ Axes: N images, h w rows and columns, C channels; i j rows and columns of the re
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vlaforge.kernels.cpu import Products
 from vlaforge.kernels.native import needed
-
-_LIBRARY = torch.library.Library("vlaforge_cpu", "FRAGMENT")
-_LIBRARY.define("patches(Tensor x, int kernel, int stride, int padding) -> Tensor")
-_LIBRARY.define("patches_backward(Tensor grad, int[] shape, int kernel, int stride, int padding) -> Tensor")
+from vlaforge.kernels.native.calls import call, op, threads
 
 LEAST_WEIGHTS, PLACES = 2**19, 2
 """Measured to pay from so many weights on, and up to so many places [i, j] of the batch an output channel."""
-
-
-def _call(name: str, sizes: Sequence[int], source: Tensor, out: Tensor, *rest: int) -> Tensor:
-    native = needed()
-    addresses = (ctypes.c_void_p(x.data_ptr()) for x in (source, out))
-    getattr(native.library, name)((ctypes.c_int64 * 7)(*sizes), *addresses, *rest, torch.get_num_threads())
-    return out
 
 
 def _steps(size: int, kernel: int, stride: int, padding: int) -> int:
@@ -57,22 +47,24 @@ def _patches_meta(x_NhwC: Tensor, kernel: int, stride: int, padding: int) -> Ten
 
 
 def _patches_cpu(x_NhwC: Tensor, *geometry: int) -> Tensor:
-    low = x_NhwC.dtype == torch.bfloat16
-    sizes = (*x_NhwC.shape, *geometry)
-    return _call("vlaforge_patches", sizes, x_NhwC.contiguous(), _patches_meta(x_NhwC, *geometry), low)
+    out = _patches_meta(x_NhwC, *geometry)
+    sizes, low = (*x_NhwC.shape, *geometry), x_NhwC.dtype == torch.bfloat16
+    call(needed().library.vlaforge_patches, sizes, x_NhwC.contiguous(), out, low, threads())
+    return out
 
 
 def _patches_backward_cpu(grad_NijP: Tensor, shape: Sequence[int], *geometry: int) -> Tensor:
-    sizes = (*shape, *geometry)
-    return _call("vlaforge_patches_backward", sizes, grad_NijP.contiguous(), grad_NijP.new_empty(shape))
+    out = grad_NijP.new_empty(shape)
+    call(needed().library.vlaforge_patches_backward, (*shape, *geometry), grad_NijP.contiguous(), out, threads())
+    return out
 
 
-_LIBRARY.impl("patches", _patches_cpu, "CPU")
-_LIBRARY.impl("patches", _patches_meta, "Meta")
-_LIBRARY.impl("patches_backward", _patches_backward_cpu, "CPU")
-_LIBRARY.impl("patches_backward", lambda grad, shape, *geometry: grad.new_empty(shape), "Meta")
-_patches = torch.ops.vlaforge_cpu.patches.default
-_patches_backward = torch.ops.vlaforge_cpu.patches_backward.default
+_patches = op("patches(Tensor x, int kernel, int stride, int padding) -> Tensor", _patches_cpu, _patches_meta)
+_patches_backward = op(
+    "patches_backward(Tensor grad, int[] shape, int kernel, int stride, int padding) -> Tensor",
+    _patches_backward_cpu,
+    lambda grad, shape, *geometry: grad.new_empty(shape),
+)
 
 
 class _Patches(torch.autograd.Function):
@@ -129,9 +121,13 @@ def pays(conv: nn.Conv2d, x_NhwC: Tensor) -> bool:
     return wanted and x_NhwC.dtype == conv.weight.dtype and places <= PLACES * conv.out_channels
 
 
-def convolution(conv: nn.Conv2d, x_NhwC: Tensor, linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> Tensor:
-    """conv(x) → [N, i, j, O]; `linear` is `F.linear` for fp32."""
+def convolution(conv: nn.Conv2d, x_NhwC: Tensor, products: Products) -> Tensor:
+    """conv(x) → [N, i, j, O]."""
     geometry = (conv.kernel_size[0], conv.stride[0], conv.padding[0])
+    weight_OCkk, bias_O = conv.weight, conv.bias
     if x_NhwC.dtype == torch.bfloat16:
-        return _Convolution.apply(x_NhwC, conv.weight, conv.bias, *geometry)
-    return linear(_Patches.apply(x_NhwC, *geometry), conv.weight.flatten(1), conv.bias)
+        if not products.widened:
+            return _Convolution.apply(x_NhwC, weight_OCkk, bias_O, *geometry)
+        weight_OCkk, bias_O = weight_OCkk.float(), None if bias_O is None else bias_O.float()
+    y_NijO = products.linear(_Patches.apply(x_NhwC.float(), *geometry), weight_OCkk.flatten(1), bias_O)
+    return y_NijO.to(x_NhwC.dtype)

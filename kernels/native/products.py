@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-
-import torch
 from torch import Tensor
 
+from vlaforge.kernels.native.calls import call, threads
 from vlaforge.kernels.native.many import Native
 
 LEAST_REUSE = 64
@@ -26,16 +24,8 @@ def product(native: Native, a_MK: Tensor, b_KN: Tensor, bias_N: Tensor | None = 
     out_MN = a_MK.new_empty(a_MK.shape[0], b_KN.shape[1])
     bias_N = None if bias_N is None else bias_N.contiguous()
     sizes = (*out_MN.shape, a_MK.shape[1])
-    failed = native.library.vlaforge_product(
-        *map(ctypes.c_int64, sizes),
-        *_matrix(a_MK),
-        *_matrix(b_KN),
-        ctypes.c_void_p(0 if bias_N is None else bias_N.data_ptr()),
-        ctypes.c_void_p(out_MN.data_ptr()),
-        ctypes.c_int64(out_MN.stride(0)),
-        torch.get_num_threads(),
-    )
-    if failed:
+    factors = (a_MK, *a_MK.stride(), b_KN, *b_KN.stride())
+    if call(native.library.vlaforge_product, *sizes, *factors, bias_N, out_MN, out_MN.stride(0), threads()):
         raise MemoryError(f"no memory for a product of {sizes[0]} x {sizes[2]} and {sizes[2]} x {sizes[1]}")
     return out_MN
 
@@ -45,7 +35,3 @@ def _straight(x: Tensor) -> Tensor:
     if 1 in x.stride():
         return x
     return x.contiguous()
-
-
-def _matrix(x: Tensor) -> tuple[ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]:
-    return ctypes.c_void_p(x.data_ptr()), *map(ctypes.c_int64, x.stride())

@@ -50,6 +50,9 @@ class EmbodimentLinear(ByEmbodiment):
         row_B = self.row(embodiment_B)
         table_BIO = self.table.index_select(0, row_B)
         offset_BO = self.offset.index_select(0, row_B)
+        return self.multiply(x_BTI, table_BIO, offset_BO)
+
+    def multiply(self, x_BTI: Tensor, table_BIO: Tensor, offset_BO: Tensor) -> Tensor:
         return torch.baddbmm(offset_BO[:, None], x_BTI, table_BIO)
 
     def extra_repr(self) -> str:

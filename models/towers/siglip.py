@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlaforge.models.blocks.attention import QKV, Attention, merge_heads
+from vlaforge.models.blocks.linear import Multiplying
 from vlaforge.models.blocks.mlp import MLP
 
 
@@ -35,7 +35,7 @@ class SiglipConfig:
         return (image_size // self.patch_size) ** 2
 
 
-class PatchEmbed(nn.Module):
+class PatchEmbed(Multiplying):
     """Cuts an image into patches and projects each: a convolution whose stride is its kernel, as one matrix product."""
 
     def __init__(self, width: int, patch_size: int):
@@ -46,7 +46,7 @@ class PatchEmbed(nn.Module):
 
     def forward(self, images_N3SS: Tensor) -> Tensor:
         """[N, 3, S, S] → [N, L, W] in the weight's dtype; pixels beyond the last whole patch are left out."""
-        return F.linear(self.patches(images_N3SS), self.weight.flatten(1), self.bias)
+        return self.product(self.patches(images_N3SS), self.weight.flatten(1), self.bias)
 
     def patches(self, images_N3SS: Tensor) -> Tensor:
         """[N, 3, S, S] → [N, L, 3·p·p] in the weight's dtype."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vlaforge.models.blocks.linear import Multiplying
 from vlaforge.models.blocks.modulation import ModulatedLayerNorm
 
 
-class PatchEmbedding(nn.Module):
+class PatchEmbedding(Multiplying):
     """Latents [B, C, F, h, w] → tokens [B, S, D], frame by frame and row by row.
 
     The official parameter is a Conv3d whose kernel equals its stride; that is one matrix product over the patches.
@@ -36,7 +36,7 @@ class PatchEmbedding(nn.Module):
         (f, h, w), (pt, ph, pw) = (size // p for size, p in zip(sizes, self.patch)), self.patch
         patches = x_BCFhw.reshape(b, c, f, pt, h, ph, w, pw).permute(0, 2, 4, 6, 1, 3, 5, 7)
         patches = patches.reshape(b, f * h * w, -1).to(self.weight.dtype)
-        return F.linear(patches, self.weight.flatten(1), self.bias)
+        return self.product(patches, self.weight.flatten(1), self.bias)
 
 
 def unpatch(x_BSP: Tensor, grid: tuple[int, int, int], patch: tuple[int, int, int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The CPU's table of `fuse`, wired into a family: X-VLA's convolutions."""
+"""The CPU's table of `fuse`, wired into families: X-VLA's convolutions, products of all."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vlaforge.graphs.native import native
+from vlaforge.graphs.passes import fuse
+from vlaforge.kernels import cpu
 from vlaforge.kernels.native import patches
 from vlaforge.kernels.native.depthwise import is_depthwise
 from vlaforge.models.towers.florence2 import ConvEmbed
@@ -86,3 +88,40 @@ def alike(plain: nn.Module, model: nn.Module, want: torch.Tensor, got: torch.Ten
         assert (theirs.grad is None) == (ours.grad is None), name
         if theirs.grad is not None:
             assert (ours.grad - theirs.grad).norm() <= 10 * rtol * theirs.grad.norm() + rtol * total, name
+
+
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
+
+
+class LowProducts(TorchDispatchMode):
+    """Products of bf16 that were called, forward and backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.name().split("::")[-1].split(".")[0]
+        if name.startswith(PRODUCTS) or "attention" in name:
+            low = [x for x in args if isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16]
+            if low:
+                self.found.append(f"{name} of {[tuple(x.shape) for x in low]}")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_without_bf16_instructions_every_product_is_widened(tiny, packed, monkeypatch):
+    monkeypatch.setattr(cpu, "widens", lambda: True)
+    monkeypatch.setattr(fuse, "_tiles", lambda: False)
+    plain, model = tiny.model(), tiny.model()
+    shared = ("precision", "pack", "hoist") if packed else ("precision",)
+    tiny.only(plain, *shared, dtype="bf16").lower(plain)
+    tiny.only(model, "fuse", *shared, dtype="bf16").lower(model)
+    minibatch = tiny.batch(3)
+    want = plain(minibatch.batch, minibatch.draw).total()
+    want.backward()
+    with LowProducts() as low:
+        got = model(minibatch.batch, minibatch.draw).total()
+        got.backward()
+    assert not low.found
+    alike(plain, model, want.detach(), got.detach(), rtol=2e-2)

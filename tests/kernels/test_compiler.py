@@ -25,7 +25,8 @@ def test_a_projection_split_in_three():
 @pytest.mark.parametrize("kind", ["none", "tanh"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gelu_is_as_exact_as_torch(kind, dtype):
-    """Value and slope against fp64; far out they are those of max(x, 0)."""
+    """Value and slope against fp64, or to the last place of the largest; far out they are those of max(x, 0)."""
+    last_place = 2.0**-21 if dtype == torch.float32 else 0.0  # of 4 to 8
     far = torch.tensor([-1e4, -100.0, 100.0, 1e4])
     x = torch.cat([torch.linspace(-8, 8, 200_001), far]).to(dtype).requires_grad_()
 
@@ -38,6 +39,6 @@ def test_gelu_is_as_exact_as_torch(kind, dtype):
     ))  # fmt: skip
     for want, got, other in zip(exact, ours, theirs, strict=True):
         assert got.dtype == dtype
-        assert (got - want).abs().max() <= 1.05 * (other - want).abs().max()
+        assert (got - want).abs().max() <= max(1.05 * (other - want).abs().max(), last_place)
         assert torch.equal(got[-4:], want[-4:].to(dtype))
     assert compiled(torch.full_like(x, torch.nan)).isnan().all()

@@ -22,7 +22,7 @@ def test_products_of_any_strides_and_their_gradients():
     x, weight, bias = normal(3, 5, 7, seed=0), normal(6, 7, seed=1), normal(6, seed=2)
     grad = torch.randn(3, 6, 5, generator=torch.Generator().manual_seed(3)).transpose(1, 2)
     want = torch.autograd.grad(F.linear(x, weight, bias), (x, weight, bias), grad)
-    y = cpu.linear(x, weight, bias, onednn=True, tiles=False)
+    y = cpu.Products(onednn=True).linear(x, weight, bias)
     torch.testing.assert_close(y, F.linear(x, weight, bias))
     for a, b in zip(torch.autograd.grad(y, (x, weight, bias), grad), want, strict=True):
         torch.testing.assert_close(a, b)
@@ -46,13 +46,26 @@ def test_tiled_linear_is_linear_in_bf16(monkeypatch, loops):
         bias = normal(outer, seed=2, dtype=torch.bfloat16)
         grad = normal(outer, rows, seed=3, dtype=torch.bfloat16).detach().T
         want = torch.autograd.grad(F.linear(x, weight, bias), (x, weight, bias), grad)
-        y = cpu.linear(x[None], weight, bias, onednn=False, tiles=True)
+        y = cpu.Products(tiles=True).linear(x[None], weight, bias)
         assert torch.equal(y[0], F.linear(x, weight, bias))
         for a, b in zip(torch.autograd.grad(y, (x, weight, bias), grad[None]), want, strict=True):
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
     assert [tuple(x.shape) for x in given] == [(37, 600), (37, 45)]
     gradient = torch.ops.vlaforge_cpu.weight_gradient.default
     torch.library.opcheck(gradient, (grad, x.detach()), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_widened_linear_rounds_once():
+    """Values and gradients are those of fp64 rounded to bf16, to a unit in the last place."""
+    x, weight, bias = (normal(*s, seed=i, dtype=torch.bfloat16) for i, s in enumerate(((2, 9, 45), (33, 45), (33,))))
+    grad = normal(2, 33, 9, seed=3, dtype=torch.bfloat16).detach().transpose(1, 2)
+    wide = [each.detach().double().requires_grad_() for each in (x, weight, bias)]
+    exact = F.linear(*wide)
+    y = cpu.Products(widened=True).linear(x, weight, bias)
+    want = [exact, *torch.autograd.grad(exact, wide, grad.double())]
+    for a, b in zip([y, *torch.autograd.grad(y, (x, weight, bias), grad)], want, strict=True):
+        assert a.dtype == torch.bfloat16
+        torch.testing.assert_close(a.double(), b, rtol=2**-8, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (32, 32), (70, 45), (129, 64), (8, 200)])

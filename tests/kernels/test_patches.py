@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlaforge.graphs.native import native
+from vlaforge.kernels.cpu import Products
 from vlaforge.kernels.native.patches import convolution, may_pay, pays
 
 KINDS = [(256, 512, 3, 2, 1, 14, 14), (5, 7, 3, 2, 1, 9, 6), (3, 4, 7, 4, 3, 17, 12), (6, 2, 2, 3, 0, 8, 5)]
@@ -33,7 +33,7 @@ def plain(conv: nn.Conv2d, x: Tensor) -> Tensor:
 
 
 def product(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    return convolution(conv, x, F.linear)
+    return convolution(conv, x, Products())
 
 
 def all_of(function, conv: nn.Conv2d, x: Tensor, grad: Tensor) -> list[Tensor]:
@@ -41,9 +41,16 @@ def all_of(function, conv: nn.Conv2d, x: Tensor, grad: Tensor) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(y, (x, conv.weight, conv.bias), grad)]
 
 
-@pytest.mark.parametrize("dtype,eps", [(torch.float32, 2**-24), (torch.bfloat16, 2**-9)])
+def widened(conv: nn.Conv2d, x: Tensor) -> Tensor:
+    return convolution(conv, x, Products(widened=True))
+
+
+@pytest.mark.parametrize(
+    "product,dtype,eps",
+    [(product, torch.float32, 2**-24), (product, torch.bfloat16, 2**-9), (widened, torch.bfloat16, 2**-9)],
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_and_gradients(kind, dtype, eps):
+def test_values_and_gradients(kind, product, dtype, eps):
     """No further from fp64 than torch's own, or than one rounding and, in fp32, a few of sums."""
     conv, x, grad = example(kind, dtype)
     here, torchs = (all_of(function, conv, x, grad) for function in (product, plain))

@@ -81,7 +81,7 @@ def test_linear_and_its_gradients():
         given = (x, weight, shift) if bias else (x, weight)
         exact = F.linear(*(None if t is None else t.double() for t in (x, weight, shift)))
         wanted = torch.autograd.grad(exact, given, grad.double())
-        y = cpu.linear(x, weight, shift, onednn=False, tiles=True)
+        y = cpu.Products(tiles=True).linear(x, weight, shift)
         assert error(y, exact) < 5e-7
         for ours, other in zip(torch.autograd.grad(y, given, grad), wanted, strict=True):
             assert error(ours, other) < 2e-6

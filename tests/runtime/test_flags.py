@@ -83,7 +83,7 @@ def test_faults_are_one_sentence(argv, words):
         ("num_workers", -1, "at least 0"),
         ("log_interval", 0, "at least 1"),
         ("optimizer", "adamw", "did you mean AdamW?"),
-        ("dtype", "bf16", "allowed are bfloat16"),
+        ("dtype", "int8", "allowed are bfloat16"),
         ("profile", "12:10", "10:12"),
     ],
 )
@@ -91,6 +91,11 @@ def test_ranges_and_choices(field, value, words):
     with pytest.raises(UserError, match=r"^--") as caught:
         TrainingArgs(**{field: value})
     assert words in str(caught.value)
+
+
+def test_a_dtype_may_have_either_name():
+    assert TrainingArgs(dtype="bf16", export_dtype="fp16") == TrainingArgs(dtype="bfloat16", export_dtype="float16")
+    assert TrainingArgs(fsdp_reduce_dtype="bfloat16").fsdp_reduce_dtype == "bf16"
 
 
 def test_every_bound_is_enforced():
