@@ -2,9 +2,10 @@
 
 On a GPU the functions are the kernels of `vlaforge.kernels`. On a CPU, elementwise work is left to `compile_blocks`
 (one generated loop, forward and backward), which is given a GELU that it can make fast; the rest of the gain is in the
-products: fp32 ones go to oneDNN where the default BLAS is slower (measured), attention runs as two products around a
-softmax (`kernels.cpu`), or in one loop on the tiles of a CPU that has them (bf16, `kernels.native.attention`),
-depthwise convolutions as one walk over memory, those of many weights as products of patches (`kernels.native`).
+products: fp32 ones go to oneDNN where the default BLAS is slower (measured), those of bf16 run in fp32 where torch has
+no fast ones, attention runs as two products around a softmax (`kernels.cpu`), or in one loop on the tiles of a CPU that
+has them (bf16, `kernels.native.attention`), depthwise convolutions as one walk over memory, those of many weights as
+products of patches (`kernels.native`).
 """
 
 from __future__ import annotations

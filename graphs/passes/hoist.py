@@ -41,7 +41,7 @@ class AllKeys(nn.Module):
 
     def forward(self, context_BMC: Tensor) -> list[KeysValues]:
         """[B, M, C] → for each layer (keys, values) [B, M, width]."""
-        parts = self.packed(context_BMC).split(self.rows, dim=-1)
+        parts = self.packed(context_BMC.to(self.packed.weight.dtype)).split(self.rows, dim=-1)
         return list(zip(parts[::2], parts[1::2]))
 
 

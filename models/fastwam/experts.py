@@ -107,8 +107,10 @@ class MoTLayer(nn.Module):
         action_cos: Tensor,
         action_sin: Tensor,
         text_bias: Tensor | None = None,
+        *projections: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """(video, action) tokens after the layer; of the video the denoised frames alone in the last layer."""
+        """(video, action) tokens after the layer; of the video the denoised frames alone in the last layer.
+        `projections`: as for `texts`."""
         six, action_six = self.video.modulations(video_time_BG6D), self.action.modulations(action_time_B16E)
         video_q, video_k, video_v = self.video.project(video_BSD, six, video_cos, video_sin)
         action_q, action_k, action_v = self.action.project(action_BAE, action_six, action_cos, action_sin)
@@ -122,15 +124,18 @@ class MoTLayer(nn.Module):
         )
         if self.tokens is not None:
             video_BSD, six = video_BSD[:, self.tokens], tuple(part[:, self.frames] for part in six)
-        video_text, action_text = self.video.text(video_text_BLD), self.action.text(action_text_BLE)
+        video_text, action_text = self.texts(video_text_BLD, action_text_BLE, *projections)
         return (
             self.video.finish(video_BSD, mixed["video"], six, video_text, text_bias),
             self.action.finish(action_BAE, mixed["action"], action_six, action_text, text_bias),
         )
 
-    def texts(self, video_text_BLD: Tensor, action_text_BLE: Tensor) -> tuple[KeyValue, KeyValue]:
-        """Keys and values of the text for both experts: the same in every sampling step."""
-        return self.video.text(video_text_BLD), self.action.text(action_text_BLE)
+    def texts(
+        self, video_text_BLD: Tensor, action_text_BLE: Tensor, *projections: Tensor | None
+    ) -> tuple[KeyValue, KeyValue]:
+        """Keys and values of the text for both experts: the same in every sampling step. `projections`: the video
+        expert's k and v of it and the action expert's, where they are there already."""
+        return self.video.text(video_text_BLD, *projections[:2]), self.action.text(action_text_BLE, *projections[2:])
 
     def extend(
         self, x_BSD: Tensor, time: Tensor, text: KeyValue, table: KeyValue, seen: KeyValue | None, bias: Tensor | None

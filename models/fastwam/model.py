@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from vlaforge.data.errors import UserError
 from vlaforge.data.schema import Batch, Contract, Draw, DrawSpec, Field, Trim
 from vlaforge.models.base import BlockGroup, EmbodiedModel, Losses, LossTerm
+from vlaforge.models.blocks.ahead import LayerKeys
 from vlaforge.models.fastwam.config import ModelConfig
 from vlaforge.models.fastwam.experts import ActionExpert, KeyValue, MoTLayer, VideoExpert
 from vlaforge.models.fastwam.sampling import Sampler
@@ -43,6 +44,10 @@ class Model(EmbodiedModel):
         self.proprio_encoder = nn.Linear(config.max_state_dim, config.text_dim) if config.max_state_dim else None
         last = config.layers - 1 if config.skip_unused else None
         self.layers = nn.ModuleList(MoTLayer(config, last=i == last) for i in range(config.layers))
+        self.video_keys, self.action_keys = (
+            LayerKeys([[f"layers.{i}.{expert}.cross_attn.{name}" for name in "kv"] for i in range(config.layers)])
+            for expert in ("video", "action")
+        )
         self.video_flow, self.action_flow = config.video_schedule.flow(), config.action_schedule.flow()
         # Not modules: the frozen encoders have no part in parameters, checkpoints or wrappers.
         self.vae, self.text = WanVae(config.vae), Umt5(config.text)
@@ -228,10 +233,18 @@ class Model(EmbodiedModel):
         _, action_six = self.action.time(action_time_B[:, None])
         video = self.video.patch_embedding(latents)
         action = self.action.action_encoder(actions_BHA.to(video.dtype))
-        texts = self.video.text_embedding(context), self.action.text_embedding(context)
-        for layer in self.layers:
-            video, action = layer(video, action, video_six, action_six, *texts, *video_table, *action_table, bias)
+        texts, projections = self.texts(context)
+        tables = (*video_table, *action_table)
+        for layer, ahead in zip(self.layers, projections):
+            video, action = layer(video, action, video_six, action_six, *texts, *tables, bias, *ahead)
         return self._video_head(video, video_t), self.action.head(action).float()
+
+    def texts(self, context_BLD: Tensor) -> tuple[tuple[Tensor, Tensor], list[tuple[Tensor | None, ...]]]:
+        """The text embedded for the video and the action expert, and by layer the `projections` made of it ahead."""
+        video, action = self.video.text_embedding(context_BLD), self.action.text_embedding(context_BLD)
+        none = (None, None)
+        made = zip(self.video_keys(video), self.action_keys(action))
+        return (video, action), [(*(for_video or none), *(for_action or none)) for for_video, for_action in made]
 
     def _video_head(self, video_BSD: Tensor, time_BGD: Tensor) -> Tensor:
         """Tokens of the denoised frames (the last ones of F, or all tokens of the sequence) → velocities fp32."""

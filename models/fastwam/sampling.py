@@ -40,8 +40,8 @@ class Sampler:
         self.action_table = cached_table(config.action_horizon, 0, 0, config.head_dim, self.device)
         context, bias = model._context(obs)
         self.bias = bias
-        embedded = model.video.text_embedding(context), model.action.text_embedding(context)
-        self.texts = [layer.texts(*embedded) for layer in model.layers]
+        embedded, projections = model.texts(context)
+        self.texts = [layer.texts(*embedded, *ahead) for layer, ahead in zip(model.layers, projections)]
         self.given = self._watch(self.first, 0.0, self.first_table, None)[1]
 
     def run(self, steps: int, video: bool) -> tuple[Tensor, Tensor | None]:

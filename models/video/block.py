@@ -8,7 +8,8 @@ Order of the six modulations: b_msa, s_msa, g_msa, b_mlp, s_mlp, g_mlp = table +
 heads together. Self attention is injected: the block gives q, k, v (`project`) and takes back the mixed values
 (`finish`), so that experts can share one attention, caches can be filled and masks be structured. Official names.
 
-Axes: B samples, S tokens, G groups of tokens that share a time, D width, H heads, K channels of a head, L text tokens.
+Axes: B samples, S tokens, G groups of tokens that share a time, D width, H heads, K channels of a head, E = H·K,
+L text tokens.
 """
 
 from __future__ import annotations
@@ -77,9 +78,12 @@ class CrossAttention(nn.Module):
         q = self._split(self.norm_q(self.q(x_BSD)))
         return self.o(mix(q, *text_BLHK, self.attention, bias).flatten(2))
 
-    def keys(self, text_BLD: Tensor) -> tuple[Tensor, Tensor]:
-        """(k, v) [B, L, H, K] of the embedded text."""
-        return self._split(self.norm_k(self.k(text_BLD))), self._split(self.v(text_BLD))
+    def keys(self, text_BLD: Tensor, k_BLE: Tensor | None = None, v_BLE: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(k, v) [B, L, H, K] of the embedded text; `k_BLE` and `v_BLE` are its projections where they are there
+        already."""
+        if k_BLE is None or v_BLE is None:
+            k_BLE, v_BLE = self.k(text_BLD), self.v(text_BLD)
+        return self._split(self.norm_k(k_BLE)), self._split(v_BLE)
 
     def _split(self, x_BSE: Tensor) -> Tensor:
         return x_BSE.unflatten(-1, (self.heads, self.head_dim))
@@ -126,9 +130,9 @@ class WanBlock(nn.Module):
         x_BSD = x_BSD + self.cross_attn(self.norm3(x_BSD), text_BLHK, text_bias)
         return self.add_ffn(x_BSD, self.ffn(self.norm2(x_BSD, scale_mlp, shift_mlp)), gate_mlp)
 
-    def text(self, context_BLD: Tensor) -> tuple[Tensor, Tensor]:
-        """(k, v) [B, L, H, K] of the embedded text: constant over sampling steps."""
-        return self.cross_attn.keys(context_BLD)
+    def text(self, context_BLD: Tensor, *projections: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(k, v) [B, L, H, K] of the embedded text: constant over sampling steps. `projections`: as for `keys`."""
+        return self.cross_attn.keys(context_BLD, *projections)
 
     def forward(
         self,

@@ -1,4 +1,4 @@
-"""hoist in GR00T: modulations of all blocks in one product; keys and values of the blocks that read one context too."""
+"""hoist: modulations of all blocks in one product; keys and values of the blocks that read one context too."""
 
 import pytest
 import torch
@@ -6,7 +6,16 @@ import torch
 from vlaforge.graphs.packing import packed_parts
 from vlaforge.runtime.lora import LoraConfig, inject
 
-pytestmark = pytest.mark.parametrize("tiny", ["groot_n1_7"], indirect=True)
+SITES = {
+    # 6 blocks and the output; block 0 and 4 read the text, block 2 the images.
+    "groot_n1_7": {
+        "head.dit.conditions": ("modulations", 7),
+        "head.dit.text_keys": ("keys_values", 4),
+        "head.dit.image_keys": ("keys_values", 2),
+    },
+    # 3 layers of each expert read the text.
+    "fastwam": {"video_keys": ("keys_values", 6), "action_keys": ("keys_values", 6)},
+}
 
 
 def gradients(model, minibatch):
@@ -21,19 +30,18 @@ def gradients(model, minibatch):
     return losses.total().detach(), found
 
 
+@pytest.mark.parametrize("tiny", SITES, indirect=True)
 def test_one_product_for_each_shared_input(tiny):
     plain, model = tiny.model(), tiny.model()
     plan = tiny.only(model, "hoist")
-    sites = {site.path: site.what for site in plan.entry("hoist").sites}
-    assert sites == {
-        "head.dit.conditions": "modulations", "head.dit.text_keys": "keys_values", "head.dit.image_keys": "keys_values",
-    }  # fmt: skip
+    expected = SITES[tiny.name]
+    assert {site.path: site.what for site in plan.entry("hoist").sites} == {
+        p: what for p, (what, _) in expected.items()
+    }
     plan.lower(model)
-    # 6 blocks and the output; block 0 and 4 read the text, block 2 the images.
     assert {name: len(parts) for name, parts in packed_parts(model).items() if name.endswith("weight")} == {
-        "head.dit.conditions.packed.weight": 7, "head.dit.text_keys.packed.weight": 4,
-        "head.dit.image_keys.packed.weight": 2,
-    }  # fmt: skip
+        f"{place}.packed.weight": count for place, (_, count) in expected.items()
+    }
     minibatch = tiny.batch(0)
     (loss, one), (other, all_) = gradients(plain, minibatch), gradients(model, minibatch)
     assert float(loss) == pytest.approx(float(other), rel=1e-6) and one.keys() == all_.keys()
@@ -44,6 +52,7 @@ def test_one_product_for_each_shared_input(tiny):
     torch.testing.assert_close(*sampled, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("tiny", ["groot_n1_7"], indirect=True)
 def test_what_cannot_be_joined_stays(tiny):
     model = tiny.model()
     inject(model, LoraConfig(r=2, targets=("head.dit.blocks.*.attn.k_proj",)))
