@@ -82,7 +82,8 @@ class _GELU(torch.autograd.Function):
         wide = x.float()
         square = wide * wide
         y = torch.where(square >= odd.reach**2, wide.relu(), square * _polynomial(square, odd) + 0.5 * wide)
-        return y.to(x.dtype)
+        # In torch 2.11 dynamo loses the gradient of an output that `to` hands back as it is.
+        return y if y.dtype == x.dtype else y.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
