@@ -145,7 +145,7 @@ class _Widened(torch.autograd.Function):
     def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
         ctx.save_for_backward(x_MK, weight_NK)
         bias_N = None if bias_N is None else bias_N.float()
-        return F.linear(x_MK.float(), weight_NK.float(), bias_N).to(x_MK.dtype)
+        return F.linear(x_MK.float(), weight_NK.float(), bias_N).bfloat16()
 
     @staticmethod
     def backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, ...]:

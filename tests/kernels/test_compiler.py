@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from vlaforge.kernels.compiler import cpu_options
 from vlaforge.kernels.gelu import gelu
+
+ROOT = Path(__file__).parents[2]
+NOTHING = {"to", "float", "contiguous", "type_as"}
+"""Methods that may hand a tensor back as it is."""
+
+
+def ends(function: ast.FunctionDef) -> list[str]:
+    """Names of the methods whose results it returns."""
+    returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
+    calls = [call for call in returned if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)]
+    return [call.func.attr for call in calls]
+
+
+def test_no_gradient_is_lost_to_a_conversion_that_does_nothing():
+    """In torch 2.11 dynamo makes the gradient of such an output of an autograd.Function zero, without a word."""
+    functions = {}
+    for path in [*ROOT.glob("kernels/**/*.py"), *ROOT.glob("models/**/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and "torch.autograd.Function" in map(ast.unparse, node.bases):
+                forward = next(f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "forward")
+                functions[f"{path.name}:{node.name}"] = ends(forward)
+    assert len(functions) >= 10
+    assert not {name: found for name, found in functions.items() if NOTHING & set(found)}
 
 
 def three_parts(x_TD: torch.Tensor) -> list[torch.Tensor]:
