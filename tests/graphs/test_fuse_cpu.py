@@ -13,6 +13,7 @@ from vlaforge.kernels import cpu
 from vlaforge.kernels.native import patches
 from vlaforge.kernels.native.depthwise import is_depthwise
 from vlaforge.models.towers.florence2 import ConvEmbed
+from vlaforge.runtime.lora import LoraConfig, LoraLinear, inject
 
 
 class Ran(TorchDispatchMode):
@@ -125,3 +126,21 @@ def test_without_bf16_instructions_every_product_is_widened(tiny, packed, monkey
         got.backward()
     assert not low.found
     alike(plain, model, want.detach(), got.detach(), rtol=2e-2)
+
+
+def test_the_weight_under_an_adapter_is_multiplied_like_any_other(tiny_of, monkeypatch):
+    monkeypatch.setattr(cpu, "widens", lambda: True)
+    monkeypatch.setattr(fuse, "_tiles", lambda: False)
+    tiny = tiny_of("xvla")
+    model = tiny.model()
+    inject(model, LoraConfig(r=2, targets=("vision", "policy")))
+    adapted = {name for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+    assert adapted
+    plan = tiny.only(model, "fuse", "precision", dtype="bf16")
+    sites = {site.path: site.what for site in plan.entry("fuse").sites}
+    assert {sites.get(name) for name in adapted} == {"linear"}
+    plan.lower(model)
+    minibatch = tiny.batch(3)
+    with LowProducts() as low:
+        model(minibatch.batch, minibatch.draw).total().backward()
+    assert not low.found
