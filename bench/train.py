@@ -15,6 +15,7 @@ import torch
 from vlaforge.bench.peer import Peer
 from vlaforge.bench.record import conditions, plan_facts, write_record
 from vlaforge.bench.sides import Case, Ours, Timed, fresh_model, interleave, load_case
+from vlaforge.data.dtypes import LONG
 from vlaforge.data.errors import UserError
 from vlaforge.graphs import PlanOptions, registry
 from vlaforge.graphs.cost import step_cost
@@ -70,7 +71,7 @@ def compare(args: argparse.Namespace, case: Case, dtype: str) -> bool:
     """Our whole plan, beside the peer when there is one; prints a table, and says whether the target is met."""
     state = {name: value.clone() for name, value in fresh_model(case).state_dict().items()}
     ours = Ours("ours", case, options_of(args, dtype), state)
-    full = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
+    full = LONG[dtype]
     if not args.peer:
         warm, measured = interleave([ours], args.rounds, args.steps, args.warmup)
         print(table(measured, "ours"))

@@ -71,7 +71,8 @@ class PlanOptions:
     device_kind: DeviceKind = field(init=False)
 
     def __post_init__(self) -> None:
-        if LONG.get(self.dtype, self.dtype) not in DTYPES:
+        dtype = LONG.get(self.dtype, self.dtype)
+        if dtype not in DTYPES:
             raise UserError(f"dtype '{self.dtype}' is not known: give one of {', '.join(DTYPES)}.")
         for name, allowed in (("compile", ("auto", "on", "off")), ("remat", ("none", "selective", "full"))):
             if getattr(self, name) not in allowed:
@@ -81,7 +82,7 @@ class PlanOptions:
         both = sorted(set(self.with_) & set(self.without))
         if both:
             raise UserError(f"Pass '{both[0]}' is both in --with and in --without: leave it out of one of them.")
-        object.__setattr__(self, "dtype", LONG.get(self.dtype, self.dtype))
+        object.__setattr__(self, "dtype", dtype)
         kind = detect() if self.device == "auto" else device_kind(self.device)
         object.__setattr__(self, "device_kind", kind)
 

@@ -99,9 +99,6 @@ def attention_by(products: Products) -> Callable[..., Tensor]:
     ) -> Tensor:
         mask, scale = mask or Mask(), q_BHTK.shape[-1] ** -0.5
         low = q_BHTK.dtype == torch.bfloat16
-        if low and products.widened:
-            wide = (x.float() for x in (q_BHTK, k_BGSK, v_BGSK))
-            return fast_attention(self, *wide, mask).to(q_BHTK.dtype)
         if products.tiles and low and mask.segments_BT is None and tiled.serves(q_BHTK, k_BGSK, v_BGSK):
             return tiled.attention(q_BHTK, k_BGSK, v_BGSK, mask.keys_BS, mask.bias_S, scale, mask.is_causal)
         if mask.is_causal or mask.segments_BT is not None or mask.bias_S is not None:
@@ -111,7 +108,7 @@ def attention_by(products: Products) -> Callable[..., Tensor]:
             return type(self).forward(self, q_BHTK, k_BGSK, v_BGSK, mask)
         return cpu.attention(q_BHTK, k_BGSK, v_BGSK, mask.keys_BS, scale, products.onednn)
 
-    return fast_attention
+    return widened(fast_attention) if products.widened else fast_attention
 
 
 def depthwise_conv(self: nn.Conv2d, x_NCHW: Tensor) -> Tensor:
@@ -132,12 +129,12 @@ def convolve_by(products: Products) -> Callable[..., Tensor]:
 def widened(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The method with bf16 widened on the way in, and the result rounded: for what multiplies its arguments alone."""
 
+    def is_low(x: Any) -> bool:
+        return isinstance(x, Tensor) and x.dtype == torch.bfloat16
+
     def wide(self: nn.Module, *args: Any) -> Tensor:
-        low = any(isinstance(x, Tensor) and x.dtype == torch.bfloat16 for x in args)
-        if not low:
-            return method(self, *args)
-        floats = (x.float() if isinstance(x, Tensor) and x.dtype == torch.bfloat16 else x for x in args)
-        return method(self, *floats).to(torch.bfloat16)
+        y = method(self, *(x.float() if is_low(x) else x for x in args))
+        return y.bfloat16() if any(map(is_low, args)) else y
 
     return wide
 
